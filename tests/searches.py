@@ -76,7 +76,7 @@ class Bench:
     def offer(self, spec: GraphSpec, engine: int) -> Offer:
         return self._offers(spec)[engine]
 
-    def proposals(self, spec: GraphSpec) -> Any:
+    def proposals(self, spec: GraphSpec, known: Sequence[Candidate] | None = None) -> Any:
         self.asked.append(ops(spec))
         offers = self._offers(spec)
         if not offers:

@@ -6,6 +6,9 @@ a manifest (``tune MANIFEST.json``): ``{"graphs": [{"file": "graphs.py:block", "
 {"allow_tf32": true}}]}``, files beside the manifest. Exit codes: 0 when all went well, 1 when
 something could not be tuned or there is no GPU, 2 for a call that makes no sense; a script's own
 code where a script is run.
+
+``--target GPU`` tunes nothing: it lists what a search on that GPU would build, and keeps cuDNN's
+rankings for it. That needs the cuDNN library and no GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,16 +29,23 @@ import torch
 from plans_cache import PlanRecord
 
 from .. import settings
+from ..backend import env
+from ..backend.deviceless import targets
 from ..errors import CudnnGraphError
+from ..explain.candidates import Candidates, candidates
 from ..explain.text import clean
 from ..graph.builder import Graph
+from ..ir.spec import GraphSpec
 from ..policy import Policy
 from ..runtime.compile import compile as compile_spec
 from .explain import Unusable, load
 from .records import UsageError, open_store
 from .table import print_table
 
-_WITH_VALUE = ("--graphs", "--jobs", "--share")
+JSON_SCHEMA = 1
+"""Of the object that ``--json`` prints; raised when a field goes or changes its meaning."""
+
+_WITH_VALUE = ("--graphs", "--jobs", "--share", "--target")
 _COLUMNS = ["graph", "steps", "time", "plans tried"]
 
 
@@ -43,8 +53,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``tune`` and its arguments."""
     parser = subparsers.add_parser(
         "tune",
-        usage="%(prog)s [-h] [--jobs N] (SCRIPT [ARGS] | -m MODULE [ARGS] | "
-        "--graphs FILE[:NAME] | MANIFEST.json)",
+        usage="%(prog)s [-h] [--jobs N] [--target GPU [--json]] (SCRIPT [ARGS] | "
+        "-m MODULE [ARGS] | --graphs FILE[:NAME] | MANIFEST.json)",
         help="measure plans ahead of time and keep them in the cache",
         description="Tune every graph that a script compiles, that a Python file declares, or that "
         "a manifest lists, on the GPU, and keep the plans in the cache.",
@@ -66,6 +76,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="build plans in N processes; they take turns at the GPU to measure (--graphs and "
         "manifests)",
     )
+    parser.add_argument(
+        "--target",
+        dest="gpu",
+        metavar="GPU",
+        help="measure nothing: list what a search on GPU, which is not here, would build, and keep "
+        "cuDNN's rankings for it (--graphs and manifests)",
+    )
+    parser.add_argument("--json", action="store_true", help="of --target: print one JSON object")
     parser.add_argument(
         "-m",
         dest="module",
@@ -115,6 +133,8 @@ class Wanted:
 def run(args: argparse.Namespace) -> int:
     """Tune what is asked for and print what was found."""
     wanted = _wanted(args)
+    if args.gpu is not None:
+        return _listed(args, wanted or [])
     if not torch.cuda.is_available():
         print("error: torch sees no CUDA device, there is nothing to measure on", file=sys.stderr)
         return 1
@@ -132,6 +152,10 @@ def _wanted(args: argparse.Namespace) -> list[Wanted] | None:
     given = [bool(args.graphs), args.module is not None, args.target is not None]
     if sum(given) != 1:
         raise UsageError("expected one of SCRIPT, MANIFEST.json, -m MODULE and --graphs")
+    if args.json and args.gpu is None:
+        raise UsageError("--json is for --target")
+    if args.gpu is not None:
+        _check_listing(args)
     if args.graphs:
         return [Wanted(place) for place in args.graphs]
     if args.target is not None and args.target.endswith(".json"):
@@ -141,6 +165,16 @@ def _wanted(args: argparse.Namespace) -> list[Wanted] | None:
     if args.jobs > 1:
         raise UsageError("--jobs is for --graphs and manifests: a script is one process")
     return None
+
+
+def _check_listing(args: argparse.Namespace) -> None:
+    """Raise :class:`UsageError` for a listing that makes no sense."""
+    if args.gpu not in targets():
+        raise UsageError(f"--target {args.gpu}; known: {', '.join(targets())}")
+    if args.jobs > 1:
+        raise UsageError("--jobs is for a GPU that is here: --target lists in one process")
+    if not args.graphs and not str(args.target).endswith(".json"):
+        raise UsageError("--target is for --graphs and manifests: it runs no script")
 
 
 def _manifest(path: Path) -> list[Wanted]:
@@ -186,8 +220,23 @@ def _script(args: argparse.Namespace) -> int:
 def _declared(args: argparse.Namespace, wanted: Sequence[Wanted]) -> int:
     if args.jobs > 1:
         return _in_processes(args)
-    failed = 0
+
+    def tune(graph: Graph | GraphSpec, policy: Policy) -> None:
+        spec = graph.spec() if isinstance(graph, Graph) else graph
+        compile_spec(spec, "cuda", policy=policy)
+
     mine, count = (int(part) for part in (args.share or "0/1").split("/"))
+    return _each(wanted, tune, mine, count)
+
+
+def _each(
+    wanted: Sequence[Wanted],
+    do: Callable[[Graph | GraphSpec, Policy], None],
+    mine: int = 0,
+    count: int = 1,
+) -> int:
+    """Do something with every ``count``-th graph from ``mine`` on; 1 if some of it went wrong."""
+    failed = 0
     number = -1
     for each in wanted:
         try:
@@ -202,8 +251,7 @@ def _declared(args: argparse.Namespace, wanted: Sequence[Wanted]) -> int:
             if number % count != mine:
                 continue
             try:
-                spec = graph.spec() if isinstance(graph, Graph) else graph
-                compile_spec(spec, "cuda", policy=Policy(**{**each.policy, "tune": "autotune"}))
+                do(graph, Policy(**{**each.policy, "tune": "autotune"}))
             except CudnnGraphError as error:
                 print(f"error: graph '{graph.name}': {error}", file=sys.stderr)
                 failed += 1
@@ -219,6 +267,29 @@ def _in_processes(args: argparse.Namespace) -> int:
         for number in range(args.jobs)
     ]
     return max([process.wait() for process in running])
+
+
+# -- a GPU that is not here ------------------------------------------------------------------------
+
+
+def _listed(args: argparse.Namespace, wanted: Sequence[Wanted]) -> int:
+    """Print what a search of the graphs would build on ``args.gpu``, and keep the rankings."""
+    env.frontend()  # without it there is nothing to ask, whatever the graphs are
+    found: list[Candidates] = []
+
+    def add(graph: Graph | GraphSpec, policy: Policy) -> None:
+        found.append(candidates(graph, args.gpu, policy=policy))
+        if not args.json:
+            print(f"{found[-1]}\n")
+
+    code = _each(wanted, add)
+    if args.json:
+        body = {"schema": JSON_SCHEMA, "graphs": [each.to_dict() for each in found]}
+        print(json.dumps(body, indent=2))
+    elif found:
+        kept = sum(each.kept for each in found)
+        print(f"rankings that are kept for {found[0].gpu_name}: {kept}")
+    return code
 
 
 # -- what was found --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..backend.candidates import Proposals
+from ..backend.candidates import Candidate, Proposals
 from ..backend.plan import Choice, Plan
 from ..device.timing import HEAVY_US, measure
 from ..errors import NotSupported
@@ -33,9 +33,9 @@ from .trial import GraphTrial, StepTrial
 class Bench(Protocol):
     """Builds, times and checks plans; on a GPU :class:`GpuBench`."""
 
-    def proposals(self, spec: GraphSpec) -> Any:
+    def proposals(self, spec: GraphSpec, known: Sequence[Candidate] | None = None) -> Any:
         """cuDNN's candidates with a ``build``, as those of
-        :class:`~cudnngraph.backend.candidates.Proposals`."""
+        :class:`~cudnngraph.backend.candidates.Proposals`; ``known`` if they were kept."""
 
     def expect(self, specs: Sequence[GraphSpec]) -> None:
         """The proposals of these steps will be asked for soon."""
@@ -99,8 +99,8 @@ class GpuBench:
             None  # the whole graph that was timed last
         )
 
-    def proposals(self, spec: GraphSpec) -> Proposals:
-        """See :class:`Bench`."""
+    def proposals(self, spec: GraphSpec, known: Sequence[Candidate] | None = None) -> Any:
+        """See :class:`Bench`; what is known is asked for again, to be built in this process."""
         return Proposals(spec, self._policy, self._device.index, more=True)
 
     def expect(self, specs: Sequence[GraphSpec]) -> None:

@@ -108,6 +108,16 @@ def _doubted(begun: Sequence[_Begun]) -> list[_Begun]:
     return found
 
 
+def roots_of(search: Search, graph: CutGraph, spec: GraphSpec, group: Group) -> list[Part]:
+    """A region as the parts of which one runs it: as it is, and with dense images."""
+    roots = [search.part(graph, group)]
+    dense = with_dense_images(spec)
+    if dense is not spec:  # a slice of what is joined: written at once, or copied there
+        other = CutGraph(dense)
+        roots.append(search.part(other, compute_nodes(other.spec.nodes)))
+    return roots
+
+
 #: Places of equal steps, and other ways to run them that are nearly as fast.
 _Close = tuple[list[_PlacedStep], list[Variant]]
 
@@ -222,11 +232,7 @@ class RegionSearch:
         search = Search(
             self._policy, self._bench, self._kernels, self._steps, self._hints, self._floor
         )
-        roots = [search.part(self._graph, group)]
-        dense = with_dense_images(spec)
-        if dense is not spec:  # a slice of what is joined: written at once, or copied there
-            graph = CutGraph(dense)
-            roots.append(search.part(graph, compute_nodes(graph.spec.nodes)))
+        roots = roots_of(search, self._graph, spec, group)
         anchors = max(1, sum(map(self._graph.is_anchor, group)))
         return _Begun(spec, search, roots, anchors)
 

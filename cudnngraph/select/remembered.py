@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from ..backend.candidates import Candidate, Outcome
+from ..backend.candidates import UNRANKED, Candidate, Outcome
 from ..backend.plan import KERNEL, Choice, Plan, Verified
 from ..errors import NotSupported
 from ..ir.key import step_digest
@@ -20,6 +20,7 @@ from ..ir.spec import GraphSpec
 from .bench import Bench
 
 Row = Mapping[str, Any]
+RANKING = "ranking"  # what a row of cuDNN's candidates says that it is
 _MOST_INT = 1 << 62
 
 
@@ -62,7 +63,7 @@ class _Step:
                 continue  # a row that is none
 
     def _take(self, row: Row) -> None:
-        if row["what"] == "ranking":
+        if row["what"] == RANKING:
             self.candidates = [
                 Candidate(_whole(index), _choice(choice), str(tag))
                 for index, choice, tag in row["candidates"]
@@ -105,6 +106,17 @@ def _named(plan: Plan | None) -> Any:
     return _data(None if plan is None else plan.choice)
 
 
+def keep_ranking(memo: Memo, spec: GraphSpec, candidates: Sequence[Candidate]) -> None:
+    """Tell a memo cuDNN's candidates for a step."""
+    rows = [[each.index, _data(each.choice), each.tag] for each in candidates]
+    memo.add(spec, {"what": RANKING, "candidates": rows})
+
+
+def is_ranked(memo: Memo, spec: GraphSpec) -> bool:
+    """Whether a memo has cuDNN's candidates for a step."""
+    return _Step(memo.of(spec)).candidates is not None
+
+
 class RememberedBench:
     """``bench`` with a memo. Times that were taken side by side are known side by side alone."""
 
@@ -121,19 +133,20 @@ class RememberedBench:
 
     # -- plans -------------------------------------------------------------------------------------
 
-    def proposals(self, spec: GraphSpec) -> Any:
+    def proposals(self, spec: GraphSpec, known: Sequence[Candidate] | None = None) -> Any:
         """See :class:`~cudnngraph.select.bench.Bench`."""
         step = self._step(spec)
         if step.candidates is None:
             step.candidates = list(self._asked(spec, step).candidates)
-            rows = [[each.index, _data(each.choice), each.tag] for each in step.candidates]
-            self._memo.add(spec, {"what": "ranking", "candidates": rows})
+            keep_ranking(self._memo, spec, step.candidates)
+        elif not step.workspaces:
+            self._asked(spec, step)  # what builds elsewhere begins
         return _Proposals(self, spec, step.candidates)
 
     def _asked(self, spec: GraphSpec, step: _Step) -> Any:
         if step.inner is None:
             try:
-                step.inner = self._bench.proposals(spec)
+                step.inner = self._bench.proposals(spec, step.candidates)
             except NotSupported as refusal:
                 step.inner = refusal
         if isinstance(step.inner, NotSupported):
@@ -146,11 +159,17 @@ class RememberedBench:
         need = step.workspaces.get(choice)
         if need is not None:
             return Outcome(candidate, True, "", need), cast(Plan, KnownPlan(choice, need))
-        outcome, plan = self._asked(spec, step).build(candidate)
+        outcome, plan = self._build(spec, step, choice)
         if plan is not None:
             step.real[choice] = plan
             self._built(spec, plan, right=self._bench.passed(spec, plan))
         return outcome, plan
+
+    def _build(self, spec: GraphSpec, step: _Step, choice: Choice) -> tuple[Outcome, Plan | None]:
+        """Build a choice, which may be at another place in the ranking of this process."""
+        inner = self._asked(spec, step)
+        there = (each for each in inner.candidates if each.choice == choice)
+        return inner.build(next(there, Candidate(UNRANKED, choice, str(choice))))  # type: ignore[no-any-return]
 
     def _built(self, spec: GraphSpec, plan: Plan, *, right: bool) -> None:
         step = self._step(spec)
@@ -185,10 +204,8 @@ class RememberedBench:
             if choice.engine == KERNEL:
                 (step.real[choice],) = self._bench.kernels([(spec, choice)])
             else:
-                listed = [each for each in step.candidates or () if each.choice == choice]
-                candidate = listed[0] if listed else Candidate(-1, choice, str(choice))
                 try:
-                    outcome, made = self._asked(spec, step).build(candidate)
+                    outcome, made = self._build(spec, step, choice)
                     step.real[choice] = outcome.reason if made is None else made
                 except NotSupported as refusal:
                     step.real[choice] = refusal.reasons[0]

@@ -17,6 +17,8 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import cli, settings
+from cudnngraph.backend import env
+from cudnngraph.backend.deviceless import targets
 from cudnngraph.cli import tune
 from cudnngraph.policy import Policy
 from plans_cache import PlanStore
@@ -92,6 +94,8 @@ def manifest(path: Path, *rows: Any) -> Path:
 
 # -- calls that make no sense ----------------------------------------------------------------------
 
+KNOWN = ", ".join(targets()) + "\n"
+NO_SCRIPT = "error: --target is for --graphs and manifests: it runs no script\n"
 ONE_OF = "error: expected one of SCRIPT, MANIFEST.json, -m MODULE and --graphs\n"
 
 
@@ -112,6 +116,16 @@ ONE_OF = "error: expected one of SCRIPT, MANIFEST.json, -m MODULE and --graphs\n
             ["--jobs", "2", "-m", "module"],
             "error: --jobs is for --graphs and manifests: a script is one process\n",
         ),
+        (["--json", "script.py"], "error: --json is for --target\n"),
+        (["--target", "h100", "script.py"], "error: --target h100; known: " + KNOWN),
+        (["--target", "", "--graphs", "a.py"], "error: --target ; known: " + KNOWN),
+        (
+            ["--target", "nvidia-h200", "--jobs", "2", "--graphs", "a.py"],
+            "error: --jobs is for a GPU that is here: --target lists in one process\n",
+        ),
+        (["--target", "nvidia-h200", "script.py"], NO_SCRIPT),
+        (["--target", "nvidia-h200", "-m", "module"], NO_SCRIPT),
+        (["--target", "nvidia-h200"], ONE_OF),
         (["--jobs", "two", "script.py"], "argument --jobs: invalid int value: 'two'\n"),
         (["-m"], "argument -m: expected one argument\n"),
         (["fleet.json", "--steps", "10"], "error: unrecognized arguments: --steps 10\n"),
@@ -304,6 +318,64 @@ def test_jobs_are_processes_that_get_a_share_each(
     names = {"g0", "g1", "g2", "g3", "g4", "frozen"}
     assert {name for name, *_ in compiled} == names
     assert len(compiled) == len(names) + (kind == "graphs")
+
+
+# -- a GPU that is not here ------------------------------------------------------------------------
+
+
+def test_without_the_library_there_is_nothing_to_list(
+    run: Cli, source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def frontend() -> Any:
+        raise cg.BackendUnavailable(f"no library; {env.how_to_get_cudnn()}")
+
+    monkeypatch.setattr(env, "frontend", frontend)
+    monkeypatch.setattr(tune, "candidates", None)
+    code, out, err = run("--target", "nvidia-h200", "--graphs", source)
+    assert (code, out) == (1, "")
+    assert err == f"error: no library; {env.how_to_get_cudnn()}\n"
+    assert "install" in err and not folder.exists()
+
+
+def test_a_listing_is_of_every_graph_under_its_policy_and_measures_nothing(
+    run: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str, Policy]] = []
+
+    class Listing:
+        gpu_name, kept = "a GPU", 2
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def to_dict(self) -> dict[str, Any]:
+            return {"graph": self.name}
+
+        def __str__(self) -> str:
+            return f"candidates of {self.name}"
+
+    def candidates(graph: cg.GraphSpec, target: str, *, policy: Policy) -> Listing:
+        asked.append((graph.name, target, policy))
+        if graph.name == "g3":
+            raise cg.NotSupported("this graph", ["no engine"])
+        return Listing(graph.name)
+
+    monkeypatch.setattr(env, "frontend", lambda: None)
+    monkeypatch.setattr(tune, "candidates", candidates)
+    monkeypatch.setattr(tune, "compile_spec", None)
+    code, out, err = run("--target", "nvidia-h100", "--graphs", source)
+    assert code == 1 and err.startswith("error: graph 'g3': ")
+    assert [(name, target) for name, target, _ in asked] == [
+        (name, "nvidia-h100") for name in ("g0", "g1", "g2", "g3", "g4", "frozen")
+    ]
+    assert {policy.tune for *_, policy in asked} == {"autotune"}
+    assert out.splitlines()[0] == "candidates of g0"
+    assert out.splitlines()[-1] == "rankings that are kept for a GPU: 10"
+    rows = {"file": "graphs.py:g1", "policy": {"allow_tf32": True}}, {"file": "graphs.py:g0"}
+    code, out, err = run(manifest(tmp_path, *rows), "--target=nvidia-h200", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {"schema": 1, "graphs": [{"graph": "g1"}, {"graph": "g0"}]}
+    assert [policy.allow_tf32 for *_, policy in asked[-2:]] == [True, None]
 
 
 # -- scripts ---------------------------------------------------------------------------------------
