@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from ..graph.builder import Graph
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from ..runtime.compile import compile as compile_spec
+from ..select import workers
 from .explain import Unusable, load
 from .records import UsageError, open_store
 from .table import print_table
@@ -45,7 +47,7 @@ from .table import print_table
 JSON_SCHEMA = 1
 """Of the object that ``--json`` prints; raised when a field goes or changes its meaning."""
 
-_WITH_VALUE = ("--graphs", "--jobs", "--share", "--target")
+_WITH_VALUE = ("--budget", "--graphs", "--jobs", "--share", "--target")
 _COLUMNS = ["graph", "steps", "time", "plans tried"]
 
 
@@ -53,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``tune`` and its arguments."""
     parser = subparsers.add_parser(
         "tune",
-        usage="%(prog)s [-h] [--jobs N] [--target GPU [--json]] (SCRIPT [ARGS] | "
+        usage="%(prog)s [-h] [--jobs N] [--budget S] [--target GPU [--json]] (SCRIPT [ARGS] | "
         "-m MODULE [ARGS] | --graphs FILE[:NAME] | MANIFEST.json)",
         help="measure plans ahead of time and keep them in the cache",
         description="Tune every graph that a script compiles, that a Python file declares, or that "
@@ -75,6 +77,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="build plans in N processes; they take turns at the GPU to measure (--graphs and "
         "manifests)",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="begin no further graph after so long; the same call goes on where it was (--graphs "
+        "and manifests)",
     )
     parser.add_argument(
         "--target",
@@ -154,8 +163,12 @@ def _wanted(args: argparse.Namespace) -> list[Wanted] | None:
         raise UsageError("expected one of SCRIPT, MANIFEST.json, -m MODULE and --graphs")
     if args.json and args.gpu is None:
         raise UsageError("--json is for --target")
+    declared = bool(args.graphs) or str(args.target).endswith(".json")
+    if args.budget is not None and not (declared and 0 < args.budget < math.inf):
+        known = "expected a number of seconds above 0, and --graphs or a manifest"
+        raise UsageError(f"--budget {args.budget:g}; {known}")
     if args.gpu is not None:
-        _check_listing(args)
+        _check_listing(args, declared)
     if args.graphs:
         return [Wanted(place) for place in args.graphs]
     if args.target is not None and args.target.endswith(".json"):
@@ -167,13 +180,14 @@ def _wanted(args: argparse.Namespace) -> list[Wanted] | None:
     return None
 
 
-def _check_listing(args: argparse.Namespace) -> None:
+def _check_listing(args: argparse.Namespace, declared: bool) -> None:
     """Raise :class:`UsageError` for a listing that makes no sense."""
     if args.gpu not in targets():
         raise UsageError(f"--target {args.gpu}; known: {', '.join(targets())}")
-    if args.jobs > 1:
-        raise UsageError("--jobs is for a GPU that is here: --target lists in one process")
-    if not args.graphs and not str(args.target).endswith(".json"):
+    if args.jobs > 1 or args.budget is not None:
+        option = "--jobs" if args.jobs > 1 else "--budget"
+        raise UsageError(f"{option} is for a GPU that is here: --target measures nothing")
+    if not declared:
         raise UsageError("--target is for --graphs and manifests: it runs no script")
 
 
@@ -221,46 +235,54 @@ def _declared(args: argparse.Namespace, wanted: Sequence[Wanted]) -> int:
     if args.jobs > 1:
         return _in_processes(args)
 
-    def tune(graph: Graph | GraphSpec, policy: Policy) -> None:
-        spec = graph.spec() if isinstance(graph, Graph) else graph
-        compile_spec(spec, "cuda", policy=policy)
-
     mine, count = (int(part) for part in (args.share or "0/1").split("/"))
-    return _each(wanted, tune, mine, count)
+    workers.one_of(count)
+    graphs, failed = _load(wanted, tell=mine == 0)
+    ends = math.inf if args.budget is None else time.monotonic() + args.budget
+    for number in range(mine, len(graphs), count):
+        if time.monotonic() >= ends:
+            left = len(range(number, len(graphs), count))
+            print(f"the budget is spent, {left} graphs are left to the next call", flush=True)
+            break
+        start = time.monotonic()
+        graph, policy = graphs[number]
+        try:
+            spec = graph.spec() if isinstance(graph, Graph) else graph
+            made = compile_spec(spec, "cuda", policy=policy)
+        except CudnnGraphError as error:
+            print(f"error: graph '{graph.name}': {error}", file=sys.stderr)
+            failed += 1
+            continue
+        how = "tuned" if made.tier == "built" else made.tier
+        took_s = time.monotonic() - start
+        place = f"{number + 1} of {len(graphs)}"
+        print(f"{place}: '{clean(graph.name)}': {how}, {took_s:.1f} s", flush=True)
+    return 1 if failed else 0
 
 
-def _each(
-    wanted: Sequence[Wanted],
-    do: Callable[[Graph | GraphSpec, Policy], None],
-    mine: int = 0,
-    count: int = 1,
-) -> int:
-    """Do something with every ``count``-th graph from ``mine`` on; 1 if some of it went wrong."""
+def _load(
+    wanted: Sequence[Wanted], *, tell: bool = True
+) -> tuple[list[tuple[Graph | GraphSpec, Policy]], int]:
+    """The graphs with their policies, and how many places have none, which is told if wanted."""
+    found: list[tuple[Graph | GraphSpec, Policy]] = []
     failed = 0
-    number = -1
     for each in wanted:
         try:
             graphs = load(each.place)
         except (Unusable, CudnnGraphError) as error:
-            if mine == 0:
+            if tell:
                 print(f"error: {error}", file=sys.stderr)
             failed += 1
             continue
-        for graph in graphs:
-            number += 1
-            if number % count != mine:
-                continue
-            try:
-                do(graph, Policy(**{**each.policy, "tune": "autotune"}))
-            except CudnnGraphError as error:
-                print(f"error: graph '{graph.name}': {error}", file=sys.stderr)
-                failed += 1
-    return 1 if failed else 0
+        policy = Policy(**{**each.policy, "tune": "autotune"})
+        found += [(graph, policy) for graph in graphs]
+    return found, failed
 
 
 def _in_processes(args: argparse.Namespace) -> int:
     """One process for each share of the graphs."""
     what = [f"--graphs={place}" for place in args.graphs] or [args.target]
+    what += [] if args.budget is None else [f"--budget={args.budget}"]
     command = [sys.executable, "-m", "cudnngraph", "tune"]
     running = [
         subprocess.Popen([*command, f"--share={number}/{args.jobs}", *what])
@@ -276,20 +298,23 @@ def _listed(args: argparse.Namespace, wanted: Sequence[Wanted]) -> int:
     """Print what a search of the graphs would build on ``args.gpu``, and keep the rankings."""
     env.frontend()  # without it there is nothing to ask, whatever the graphs are
     found: list[Candidates] = []
-
-    def add(graph: Graph | GraphSpec, policy: Policy) -> None:
-        found.append(candidates(graph, args.gpu, policy=policy))
+    graphs, failed = _load(wanted)
+    for graph, policy in graphs:
+        try:
+            found.append(candidates(graph, args.gpu, policy=policy))
+        except CudnnGraphError as error:
+            print(f"error: graph '{graph.name}': {error}", file=sys.stderr)
+            failed += 1
+            continue
         if not args.json:
-            print(f"{found[-1]}\n")
-
-    code = _each(wanted, add)
+            print(f"{found[-1]}\n", flush=True)
     if args.json:
         body = {"schema": JSON_SCHEMA, "graphs": [each.to_dict() for each in found]}
         print(json.dumps(body, indent=2))
     elif found:
         kept = sum(each.kept for each in found)
         print(f"rankings that are kept for {found[0].gpu_name}: {kept}")
-    return code
+    return 1 if failed else 0
 
 
 # -- what was found --------------------------------------------------------------------------------
