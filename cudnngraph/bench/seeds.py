@@ -4,7 +4,7 @@ On a GPU, these commands make the seeds of that GPU. The first one ends by itsel
 it was if it is called again; a graph that has its plan is not measured again::
 
     export CUDNNGRAPH_CACHE_DIR=seeds-cache
-    cudnngraph tune --graphs cudnngraph/bench/seeds.py --jobs 4 --budget 380
+    cudnngraph tune --graphs cudnngraph/bench/seeds.py --jobs 4 --budget 360
     cudnngraph plans export --seeds plans_cache/seeds
 
 Convolutions are those of ResNet-50 with their epilogues; linear layers, attention and norms those
