@@ -57,11 +57,10 @@ class Measured:
         ids = [self._id(spec, place) for place in (self._rankings, self._times)]
         return [row for id in ids if id is not None for row in self._kept.of(id)]
 
-    def add(self, spec: GraphSpec, row: dict[str, Any]) -> None:
-        """One more row of a step."""
+    def add(self, spec: GraphSpec, row: dict[str, Any]) -> bool:
+        """One more row of a step; whether it is on disk."""
         id = self._id(spec, self._rankings if row["what"] == RANKING else self._times)
-        if id is not None:
-            self._kept.add(id, row)
+        return id is not None and self._kept.add(id, row)
 
     def _id(self, spec: GraphSpec, place: str) -> str | None:
         """The id of a step; None if it has no key."""

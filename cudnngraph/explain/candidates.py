@@ -183,9 +183,8 @@ def candidates(
             ranked, examined = bench.listed.get(id(part.step.spec), ((), ()))
             found.append(_listed(part, examined, kernels, resolved))
             if ranked and driver:
-                kept += 1
-                if not is_ranked(memo, part.step.spec):
-                    keep_ranking(memo, part.step.spec, ranked)
+                there = is_ranked(memo, part.step.spec)
+                kept += there or keep_ranking(memo, part.step.spec, ranked)
     return Candidates(
         spec,
         target,

@@ -30,8 +30,8 @@ class Memo(Protocol):
     def of(self, spec: GraphSpec) -> Sequence[Row]:
         """The rows of a step, in the order in which they were made."""
 
-    def add(self, spec: GraphSpec, row: dict[str, Any]) -> None:
-        """One more row of a step."""
+    def add(self, spec: GraphSpec, row: dict[str, Any]) -> bool:
+        """One more row of a step; whether later processes have it."""
 
 
 class KnownPlan:
@@ -106,10 +106,10 @@ def _named(plan: Plan | None) -> Any:
     return _data(None if plan is None else plan.choice)
 
 
-def keep_ranking(memo: Memo, spec: GraphSpec, candidates: Sequence[Candidate]) -> None:
-    """Tell a memo cuDNN's candidates for a step."""
+def keep_ranking(memo: Memo, spec: GraphSpec, candidates: Sequence[Candidate]) -> bool:
+    """Tell a memo cuDNN's candidates for a step; whether later processes have them."""
     rows = [[each.index, _data(each.choice), each.tag] for each in candidates]
-    memo.add(spec, {"what": RANKING, "candidates": rows})
+    return memo.add(spec, {"what": RANKING, "candidates": rows})
 
 
 def is_ranked(memo: Memo, spec: GraphSpec) -> bool:

@@ -163,6 +163,13 @@ def test_without_a_driver_nothing_is_kept_and_the_listing_says_so(
     assert not folder.exists()
 
 
+@pytest.mark.usefixtures("driver")
+def test_nothing_counts_as_kept_where_the_directory_cannot_be_used(folder: Path) -> None:
+    folder.write_text("a file")
+    found = candidates(block(), "nvidia-h200")
+    assert found.kept == 0 and found.parts[0].plans
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 SOURCE = """

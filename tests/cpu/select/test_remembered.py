@@ -34,8 +34,9 @@ class Memo:
     def of(self, spec: GraphSpec) -> list[Any]:
         return [json.loads(row) for row in self.rows.get(step_digest(spec), ())]
 
-    def add(self, spec: GraphSpec, row: dict[str, Any]) -> None:
+    def add(self, spec: GraphSpec, row: dict[str, Any]) -> bool:
         self.rows.setdefault(step_digest(spec), []).append(json.dumps(row))
+        return True
 
 
 def bench() -> Bench:
@@ -307,9 +308,10 @@ def test_a_line_that_was_cut_spoils_no_other(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_used_keeps_measurements_in_memory(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     kept = Measurements(tmp_path / "cache")
-    kept.add(ID, {"n": 1})
+    assert kept.add(ID, {"n": 1}) is False
     assert kept.of(ID) == [{"n": 1}]
     assert Measurements(None).of(ID) == []
+    assert Measurements(tmp_path / "fine").add(ID, {"n": 1}) is True
 
 
 def test_the_oldest_go_until_the_rest_is_small_enough(tmp_path: Path) -> None:
