@@ -44,13 +44,12 @@ class Measurements:
         with self._lock:
             return [*found, *self._own.get(id, ())]
 
-    def add(self, id: str, row: Row) -> None:
-        """One more row, on disk where it can be."""
+    def add(self, id: str, row: Row) -> bool:
+        """One more row, on disk where it can be; whether it was."""
         path = self._path(id)
         if path is not None:
             try:
-                _append(path, row)
-                return
+                return _append(path, row)
             except OSError as error:
                 _logger.info("measurements are kept in memory alone: %s", error)
         with self._lock:
@@ -58,6 +57,7 @@ class Measurements:
             self._own.move_to_end(id)
             while len(self._own) > _IN_MEMORY:
                 self._own.popitem(last=False)
+        return False
 
     def prune(
         self,
@@ -110,8 +110,9 @@ def _removed(path: Path, dry_run: bool) -> int:
     return 1
 
 
-def _append(path: Path, row: Row) -> None:
-    """Write a line behind whatever is there, in one call: writers do not mix."""
+def _append(path: Path, row: Row) -> bool:
+    """Write a line behind whatever is there, in one call: writers do not mix. False for a file
+    that is full."""
     os.makedirs(path.parent.parent, mode=0o700, exist_ok=True)
     files.check_private(path.parent.parent)
     files.make_folder(path.parent)
@@ -119,10 +120,11 @@ def _append(path: Path, row: Row) -> None:
     try:
         size = os.fstat(file).st_size
         if size > MAX_BYTES:
-            return
+            return False
         # A line whose writer was killed has no end: without one it would spoil the next too.
         cut = size > 0 and os.pread(file, 1, size - 1) != b"\n"
         os.write(file, (b"\n" if cut else b"") + json.dumps(row).encode() + b"\n")
+        return True
     finally:
         os.close(file)
 

@@ -76,7 +76,7 @@ class Bench:
     def offer(self, spec: GraphSpec, engine: int) -> Offer:
         return self._offers(spec)[engine]
 
-    def proposals(self, spec: GraphSpec) -> Any:
+    def proposals(self, spec: GraphSpec, known: Sequence[Candidate] | None = None) -> Any:
         self.asked.append(ops(spec))
         offers = self._offers(spec)
         if not offers:
@@ -153,6 +153,9 @@ class Bench:
     def why_wrong(self, spec: GraphSpec, plan: FakePlan) -> str | None:
         self.checked.append((ops(spec), plan.choice.engine))
         return self.offer(spec, plan.choice.engine).wrong
+
+    def passed(self, spec: GraphSpec, plan: FakePlan) -> bool:
+        return plan.verified is not None
 
     def replay(self, spec: GraphSpec, choice: Choice) -> FakePlan:
         self.replayed.append((spec, choice))

@@ -16,10 +16,12 @@ from importlib import resources
 from typing import Any
 
 from ..errors import BackendUnavailable, NotSupported
+from ..ir import versions
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from . import env
 from .candidates import Candidate, propose, restrict, tensor_cores_first, why_passed_over
+from .env import EnvKey
 from .lowering.driver import Lowered, first_line, lower
 from .tested import dotted
 
@@ -105,25 +107,37 @@ def _why_not(message: str, need: int | None, policy: Policy) -> str:
 
 @lru_cache(maxsize=1)
 def targets() -> tuple[str, ...]:
-    """Names of the GPUs that can be planned for without having one."""
+    """Names of the GPUs that can be planned for without having one.
+
+    cuDNN wrote the description of the H200 on one. That of the H100 (SXM) is the same but for
+    NVIDIA's numbers of its memory and cache.
+    """
     folder = resources.files(__package__) / "targets"
     return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir()))
 
 
-def propose_for(spec: GraphSpec, target: str) -> tuple[Lowered, list[Candidate]]:
+def check_target(target: str) -> None:
+    """Raise :class:`NotSupported` for a GPU that is not described."""
+    if target not in targets():
+        raise NotSupported(f"target '{target}'", [f"known targets: {', '.join(targets())}"])
+
+
+def propose_for(
+    spec: GraphSpec, target: str, *, more: bool = False
+) -> tuple[Lowered, list[Candidate]]:
     """cuDNN's ranking on the described GPU ``target``; needs the library, no device, no driver.
 
-    Runtime-fused engines are listed only where some ``libcuda.so.1`` can be loaded.
+    Runtime-fused engines are listed only where some ``libcuda.so.1`` can be loaded. ``more`` asks
+    the second ranking too, as a search does.
     """
     lowered = lower_for(spec, target)
-    return lowered, tensor_cores_first(propose(lowered, env.frontend()), spec)
+    return lowered, tensor_cores_first(propose(lowered, env.frontend(), more=more), spec)
 
 
 def lower_for(spec: GraphSpec, target: str) -> Lowered:
     """The frontend's graph for ``spec`` on the described GPU ``target``."""
+    check_target(target)
     frontend = env.frontend()
-    if target not in targets():
-        raise NotSupported(f"target '{target}'", [f"known targets: {', '.join(targets())}"])
     try:
         described = frontend.create_device_properties(_target_text(target))
     except (frontend.cudnnGraphNotSupportedError, RuntimeError) as error:
@@ -144,6 +158,18 @@ def target_capability(target: str) -> int:
 def target_processors(target: str) -> int:
     """The number of multiprocessors of the described GPU ``target``."""
     return int(json.loads(_target_text(target))["multiProcessorCount"])
+
+
+def env_key(target: str) -> EnvKey:
+    """The environment that the described GPU ``target`` is with the versions loaded here."""
+    return EnvKey(
+        cudnn_version=env.cudnn_version(),
+        frontend_version=env.frontend_version(),
+        gpu_name=gpu_name(target),
+        compute_capability=divmod(target_capability(target), 10),
+        sm_count=target_processors(target),
+        schema=versions.ENVIRONMENT,
+    )
 
 
 def _target_text(target: str) -> str:

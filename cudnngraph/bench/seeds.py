@@ -1,14 +1,15 @@
 """Graphs whose measured plans ship as seeds: layers of usual models, by batch and 16-bit dtype.
 
-On a GPU, these commands make the seeds of that GPU. The first one can be stopped, and goes on where
-it was; a graph that has its plan is not measured again::
+On a GPU, these commands make the seeds of that GPU. The first one ends by itself, and goes on where
+it was if it is called again; a graph that has its plan is not measured again::
 
     export CUDNNGRAPH_CACHE_DIR=seeds-cache
-    cudnngraph tune --graphs cudnngraph/bench/seeds.py
+    cudnngraph tune --graphs cudnngraph/bench/seeds.py --jobs 4 --budget 360
     cudnngraph plans export --seeds plans_cache/seeds
 
 Convolutions are those of ResNet-50 with their epilogues; linear layers, attention and norms those
-of BERT, ViT and GPT-2 in their base sizes.
+of BERT, ViT and GPT-2 in their base sizes. Each graph is declared as the function of
+:mod:`cudnngraph.functional` declares it, since a seed serves the very graph alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 
 from cudnngraph.graph.builder import Graph
 
-BATCHES = (1, 8, 32)
+#: The first one comes first for all layers: the search of another batch begins with its plans.
+BATCHES = (8, 1, 32)
 DTYPES = (torch.float16, torch.bfloat16)
 
 # Channels in and out, image side, kernel, stride, and how it ends. Images are 224 x 224 at first.
@@ -73,20 +75,20 @@ NORMS = tuple(
 
 
 def graphs() -> Iterator[Graph]:
-    """Every graph, for each batch and dtype."""
+    """Every graph, for each batch and dtype: all layers in one batch before those in the next."""
     kinds: tuple[tuple[str, Callable[..., None], Sequence[tuple[Any, ...]]], ...] = (
         ("conv", _convolution, CONVOLUTIONS),
         ("linear", _linear, LINEAR),
         ("attention", _attention, ATTENTION),
         ("norm", _norm, NORMS),
     )
-    for kind, declare, layers in kinds:
-        for layer in layers:
-            for dtype in DTYPES:
-                for batch in BATCHES:
+    for batch in BATCHES:
+        for kind, add, layers in kinds:
+            for layer in layers:
+                for dtype in DTYPES:
                     words = [kind, batch, dtype, *layer]
                     g = Graph("_".join(str(word).removeprefix("torch.") for word in words))
-                    declare(g, batch, dtype, *layer)
+                    add(g, batch, dtype, *layer)
                     yield g
 
 
@@ -118,9 +120,9 @@ def _convolution(
 def _linear(
     g: Graph, batch: int, dtype: torch.dtype, rows: int, features: int, out: int, end: str
 ) -> None:
-    x = g.input("x", (batch * rows, features), dtype)
-    w = g.input("w", (features, out), dtype, stride=(1, features))  # nn.Linear's, transposed
-    y = g.bias(g.matmul(x, w), g.input("b", (out,), dtype))
+    x = g.input("x", (batch, rows, features), dtype)
+    w, b = g.input("w", (out, features), dtype), g.input("b", (out,), dtype)
+    y = g.linear(x, w, b)
     g.output("y", g.gelu(y) if end == "gelu" else y)
 
 
@@ -132,7 +134,7 @@ def _attention(
 
 
 def _norm(g: Graph, batch: int, dtype: torch.dtype, rows: int, features: int, kind: str) -> None:
-    x, w = g.input("x", (batch * rows, features), dtype), g.input("w", (features,), dtype)
+    x, w = g.input("x", (batch, rows, features), dtype), g.input("w", (features,), dtype)
     if kind == "rms_norm":
         g.output("y", g.rms_norm(x, w, eps=1e-6))
     else:

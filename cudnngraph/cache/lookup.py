@@ -241,7 +241,8 @@ def _look_up(
                     created=found.record.created,
                     extra=found.record.extra,
                 )
-            if checked or ("replayed" in tier and (found.blob is not None or found.blob_problem)):
+            refresh = found.blob is not None or found.blob_problem or found.tier == "seed"
+            if checked or ("replayed" in tier and refresh):
                 plans.put(kept, _serialized(selection, id))
             return selection, tier, kept
         except StaleRecord as stale:

@@ -1,4 +1,4 @@
-"""Measurements of steps in this environment, kept in the store's directory for later searches."""
+"""Measurements of steps in one environment, kept in the store's directory for later searches."""
 
 from __future__ import annotations
 
@@ -13,51 +13,62 @@ from plans_cache.record import digest, entry_id
 
 from .. import settings
 from ..backend import env
+from ..backend.env import EnvKey
 from ..errors import UnkeyableError
 from ..ir import versions
 from ..ir.key import graph_key
 from ..ir.spec import GraphSpec
 from ..kernels import kernel
 from ..policy import Policy
+from ..select.remembered import RANKING
 from .state import STATE
 
 
 class Measured:
-    """See :class:`~cudnngraph.select.remembered.Memo`.
+    """See :class:`~cudnngraph.select.remembered.Memo`. ``device`` is a GPU of this machine, or
+    the environment of one that is described.
 
-    A time depends on more than a choice does: on torch, whose steps are timed too, on the frontend,
-    on the rules of lowering and on the generator of kernels.
+    A ranking depends on the library, the frontend and the rules of lowering; so it may be asked for
+    elsewhere. A time depends on more: on torch, whose steps are timed too, and on the generator of
+    kernels.
     """
 
-    def __init__(self, policy: Policy, device_index: int) -> None:
+    def __init__(self, policy: Policy, device: int | EnvKey) -> None:
         self._policy = replace(policy, kernels=None)  # a step takes as long whatever others may be
-        self._index = device_index
+        self._device = device
         self._kept = STATE.measurements_of(settings.current().cache_dir)
 
     @cached_property
-    def _env(self) -> str:
-        whole = {
-            **asdict(env.env_key(self._index)),
-            "torch": torch.__version__,
-            "lowering": versions.LOWERING,
-            "generator": kernel.generator(),
-        }
-        return digest(tuple((name, str(value)) for name, value in whole.items()))
+    def _ranked_in(self) -> dict[str, Any]:
+        key = self._device if isinstance(self._device, EnvKey) else env.env_key(self._device)
+        return {**asdict(key), "lowering": versions.LOWERING}
+
+    @cached_property
+    def _rankings(self) -> str:
+        return _digest(self._ranked_in)
+
+    @cached_property
+    def _times(self) -> str:
+        others = {"torch": torch.__version__, "generator": kernel.generator()}
+        return _digest({**self._ranked_in, **others})
 
     def of(self, spec: GraphSpec) -> Sequence[Mapping[str, Any]]:
         """The rows of a step."""
-        id = self._id(spec)
-        return () if id is None else self._kept.of(id)
+        ids = [self._id(spec, place) for place in (self._rankings, self._times)]
+        return [row for id in ids if id is not None for row in self._kept.of(id)]
 
-    def add(self, spec: GraphSpec, row: dict[str, Any]) -> None:
-        """One more row of a step."""
-        id = self._id(spec)
-        if id is not None:
-            self._kept.add(id, row)
+    def add(self, spec: GraphSpec, row: dict[str, Any]) -> bool:
+        """One more row of a step; whether it is on disk."""
+        id = self._id(spec, self._rankings if row["what"] == RANKING else self._times)
+        return id is not None and self._kept.add(id, row)
 
-    def _id(self, spec: GraphSpec) -> str | None:
+    def _id(self, spec: GraphSpec, place: str) -> str | None:
         """The id of a step; None if it has no key."""
         try:
-            return entry_id(graph_key(spec, self._policy).digest, self._env)
+            return entry_id(graph_key(spec, self._policy).digest, place)
         except UnkeyableError:
             return None
+
+
+def _digest(components: Mapping[str, Any]) -> str:
+    return digest(tuple((name, str(value)) for name, value in components.items()))

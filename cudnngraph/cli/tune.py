@@ -6,12 +6,16 @@ a manifest (``tune MANIFEST.json``): ``{"graphs": [{"file": "graphs.py:block", "
 {"allow_tf32": true}}]}``, files beside the manifest. Exit codes: 0 when all went well, 1 when
 something could not be tuned or there is no GPU, 2 for a call that makes no sense; a script's own
 code where a script is run.
+
+``--target GPU`` tunes nothing: it lists what a search on that GPU would build, and keeps cuDNN's
+rankings for it. That needs the cuDNN library and no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -26,16 +30,24 @@ import torch
 from plans_cache import PlanRecord
 
 from .. import settings
+from ..backend import env
+from ..backend.deviceless import targets
 from ..errors import CudnnGraphError
+from ..explain.candidates import Candidates, candidates
 from ..explain.text import clean
 from ..graph.builder import Graph
+from ..ir.spec import GraphSpec
 from ..policy import Policy
 from ..runtime.compile import compile as compile_spec
+from ..select import workers
 from .explain import Unusable, load
 from .records import UsageError, open_store
 from .table import print_table
 
-_WITH_VALUE = ("--graphs", "--jobs", "--share")
+JSON_SCHEMA = 1
+"""Of the object that ``--json`` prints; raised when a field goes or changes its meaning."""
+
+_WITH_VALUE = ("--budget", "--graphs", "--jobs", "--share", "--target")
 _COLUMNS = ["graph", "steps", "time", "plans tried"]
 
 
@@ -43,8 +55,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``tune`` and its arguments."""
     parser = subparsers.add_parser(
         "tune",
-        usage="%(prog)s [-h] [--jobs N] (SCRIPT [ARGS] | -m MODULE [ARGS] | "
-        "--graphs FILE[:NAME] | MANIFEST.json)",
+        usage="%(prog)s [-h] [--jobs N] [--budget S] [--target GPU [--json]] (SCRIPT [ARGS] | "
+        "-m MODULE [ARGS] | --graphs FILE[:NAME] | MANIFEST.json)",
         help="measure plans ahead of time and keep them in the cache",
         description="Tune every graph that a script compiles, that a Python file declares, or that "
         "a manifest lists, on the GPU, and keep the plans in the cache.",
@@ -66,6 +78,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="build plans in N processes; they take turns at the GPU to measure (--graphs and "
         "manifests)",
     )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="begin no further graph after so long; the same call goes on where it was (--graphs "
+        "and manifests)",
+    )
+    parser.add_argument(
+        "--target",
+        dest="gpu",
+        metavar="GPU",
+        help="measure nothing: list what a search on GPU, which is not here, would build, and keep "
+        "cuDNN's rankings for it (--graphs and manifests)",
+    )
+    parser.add_argument("--json", action="store_true", help="of --target: print one JSON object")
     parser.add_argument(
         "-m",
         dest="module",
@@ -115,6 +142,8 @@ class Wanted:
 def run(args: argparse.Namespace) -> int:
     """Tune what is asked for and print what was found."""
     wanted = _wanted(args)
+    if args.gpu is not None:
+        return _listed(args, wanted or [])
     if not torch.cuda.is_available():
         print("error: torch sees no CUDA device, there is nothing to measure on", file=sys.stderr)
         return 1
@@ -132,6 +161,14 @@ def _wanted(args: argparse.Namespace) -> list[Wanted] | None:
     given = [bool(args.graphs), args.module is not None, args.target is not None]
     if sum(given) != 1:
         raise UsageError("expected one of SCRIPT, MANIFEST.json, -m MODULE and --graphs")
+    if args.json and args.gpu is None:
+        raise UsageError("--json is for --target")
+    declared = bool(args.graphs) or str(args.target).endswith(".json")
+    if args.budget is not None and not (declared and 0 < args.budget < math.inf):
+        known = "expected a number of seconds above 0, and --graphs or a manifest"
+        raise UsageError(f"--budget {args.budget:g}; {known}")
+    if args.gpu is not None:
+        _check_listing(args, declared)
     if args.graphs:
         return [Wanted(place) for place in args.graphs]
     if args.target is not None and args.target.endswith(".json"):
@@ -141,6 +178,17 @@ def _wanted(args: argparse.Namespace) -> list[Wanted] | None:
     if args.jobs > 1:
         raise UsageError("--jobs is for --graphs and manifests: a script is one process")
     return None
+
+
+def _check_listing(args: argparse.Namespace, declared: bool) -> None:
+    """Raise :class:`UsageError` for a listing that makes no sense."""
+    if args.gpu not in targets():
+        raise UsageError(f"--target {args.gpu}; known: {', '.join(targets())}")
+    if args.jobs > 1 or args.budget is not None:
+        option = "--jobs" if args.jobs > 1 else "--budget"
+        raise UsageError(f"{option} is for a GPU that is here: --target measures nothing")
+    if not declared:
+        raise UsageError("--target is for --graphs and manifests: it runs no script")
 
 
 def _manifest(path: Path) -> list[Wanted]:
@@ -186,39 +234,87 @@ def _script(args: argparse.Namespace) -> int:
 def _declared(args: argparse.Namespace, wanted: Sequence[Wanted]) -> int:
     if args.jobs > 1:
         return _in_processes(args)
-    failed = 0
+
     mine, count = (int(part) for part in (args.share or "0/1").split("/"))
-    number = -1
+    workers.one_of(count)
+    graphs, failed = _load(wanted, tell=mine == 0)
+    ends = math.inf if args.budget is None else time.monotonic() + args.budget
+    for number in range(mine, len(graphs), count):
+        if time.monotonic() >= ends:
+            left = len(range(number, len(graphs), count))
+            print(f"the budget is spent, {left} graphs are left to the next call", flush=True)
+            break
+        start = time.monotonic()
+        graph, policy = graphs[number]
+        try:
+            spec = graph.spec() if isinstance(graph, Graph) else graph
+            made = compile_spec(spec, "cuda", policy=policy)
+        except CudnnGraphError as error:
+            print(f"error: graph '{graph.name}': {error}", file=sys.stderr)
+            failed += 1
+            continue
+        how = "tuned" if made.tier == "built" else made.tier
+        took_s = time.monotonic() - start
+        place = f"{number + 1} of {len(graphs)}"
+        print(f"{place}: '{clean(graph.name)}': {how}, {took_s:.1f} s", flush=True)
+    return 1 if failed else 0
+
+
+def _load(
+    wanted: Sequence[Wanted], *, tell: bool = True
+) -> tuple[list[tuple[Graph | GraphSpec, Policy]], int]:
+    """The graphs with their policies, and how many places have none, which is told if wanted."""
+    found: list[tuple[Graph | GraphSpec, Policy]] = []
+    failed = 0
     for each in wanted:
         try:
             graphs = load(each.place)
         except (Unusable, CudnnGraphError) as error:
-            if mine == 0:
+            if tell:
                 print(f"error: {error}", file=sys.stderr)
             failed += 1
             continue
-        for graph in graphs:
-            number += 1
-            if number % count != mine:
-                continue
-            try:
-                spec = graph.spec() if isinstance(graph, Graph) else graph
-                compile_spec(spec, "cuda", policy=Policy(**{**each.policy, "tune": "autotune"}))
-            except CudnnGraphError as error:
-                print(f"error: graph '{graph.name}': {error}", file=sys.stderr)
-                failed += 1
-    return 1 if failed else 0
+        policy = Policy(**{**each.policy, "tune": "autotune"})
+        found += [(graph, policy) for graph in graphs]
+    return found, failed
 
 
 def _in_processes(args: argparse.Namespace) -> int:
     """One process for each share of the graphs."""
     what = [f"--graphs={place}" for place in args.graphs] or [args.target]
+    what += [] if args.budget is None else [f"--budget={args.budget}"]
     command = [sys.executable, "-m", "cudnngraph", "tune"]
     running = [
         subprocess.Popen([*command, f"--share={number}/{args.jobs}", *what])
         for number in range(args.jobs)
     ]
     return max([process.wait() for process in running])
+
+
+# -- a GPU that is not here ------------------------------------------------------------------------
+
+
+def _listed(args: argparse.Namespace, wanted: Sequence[Wanted]) -> int:
+    """Print what a search of the graphs would build on ``args.gpu``, and keep the rankings."""
+    env.frontend()  # without it there is nothing to ask, whatever the graphs are
+    found: list[Candidates] = []
+    graphs, failed = _load(wanted)
+    for graph, policy in graphs:
+        try:
+            found.append(candidates(graph, args.gpu, policy=policy))
+        except CudnnGraphError as error:
+            print(f"error: graph '{graph.name}': {error}", file=sys.stderr)
+            failed += 1
+            continue
+        if not args.json:
+            print(f"{found[-1]}\n", flush=True)
+    if args.json:
+        body = {"schema": JSON_SCHEMA, "graphs": [each.to_dict() for each in found]}
+        print(json.dumps(body, indent=2))
+    elif found:
+        kept = sum(each.kept for each in found)
+        print(f"rankings that are kept for {found[0].gpu_name}: {kept}")
+    return 1 if failed else 0
 
 
 # -- what was found --------------------------------------------------------------------------------

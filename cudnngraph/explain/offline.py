@@ -17,14 +17,15 @@ from ..backend import env, libraries
 from ..backend.candidates import Outcome
 from ..backend.deviceless import (
     Listed,
+    check_target,
     examine,
     gpu_name,
     propose_for,
     target_capability,
     target_processors,
-    targets,
 )
 from ..backend.plan import Choice, Plan
+from ..backend.tested import dotted
 from ..device.rules import planning_for
 from ..errors import NotSupported
 from ..graph.builder import Graph
@@ -40,6 +41,10 @@ from ..select.kernels import Kernels
 
 __all__ = ["Explanation", "ListedPlan", "PlannedStep", "explain"]
 
+WITHOUT_DRIVER = (
+    "no CUDA driver library (libcuda.so.1) can be loaded here, so runtime-compiled engines "
+    "are missing from the lists; any will do, it needs no GPU"
+)
 _NO_DRIVER = "runtime prerequisite missing"
 _SHOWN = 5
 
@@ -145,21 +150,14 @@ class Explanation:
 
     def heading(self) -> str:
         """One line that names the graph, the GPU and the library."""
-        version = self.cudnn_version
-        cudnn = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
         return (
             f"graph '{self.spec.name}' planned for {self.gpu_name} ({self.target}) by "
-            f"cuDNN {cudnn}, frontend {self.frontend_version}"
+            f"cuDNN {dotted(self.cudnn_version)}, frontend {self.frontend_version}"
         )
 
     def note(self) -> str:
         """Return what limits this answer, or ""."""
-        if self.driver:
-            return ""
-        return (
-            "no CUDA driver library (libcuda.so.1) can be loaded here, so runtime-compiled engines "
-            "are missing from the lists; any will do, it needs no GPU"
-        )
+        return "" if self.driver else WITHOUT_DRIVER
 
     def __str__(self) -> str:
         lines = [self.heading(), *([f"note: {self.note()}"] if self.note() else []), ""]
@@ -167,7 +165,7 @@ class Explanation:
         for number, step in enumerate(self.steps, 1):
             lines.append(f"step {number} of {len(self.steps)}: {describe(step)}")
             lines += [f"  {line}" for line in refused(step)]
-            lines += [f"  {line}" for line in _plan_lines(step)]
+            lines += [f"  {line}" for line in plan_lines(step.plans)]
             lines += [f"  {line}" for line in own_part(step.source).splitlines()]
         return "\n".join(lines)
 
@@ -193,9 +191,14 @@ def refused(step: PlannedStep) -> list[str]:
         subjects.setdefault(refusal.subject, []).append(refusal.reason)
     lines = []
     for subject, reasons in subjects.items():
-        telling = [reason for reason in reasons if not reason.startswith("arch mismatch")]
-        lines += [f"{subject} is refused: {reason}" for reason in telling or reasons]
+        lines += [f"{subject} is refused: {reason}" for reason in telling(reasons)]
     return lines
+
+
+def telling(reasons: Sequence[str]) -> Sequence[str]:
+    """The reasons but for those of engines of other GPUs, unless there are no others."""
+    own = [reason for reason in reasons if not reason.startswith("arch mismatch")]
+    return own or reasons
 
 
 def workspace(plan: ListedPlan) -> str:
@@ -203,9 +206,9 @@ def workspace(plan: ListedPlan) -> str:
     return "unknown" if plan.workspace_bytes is None else f"{plan.workspace_bytes} bytes"
 
 
-def _plan_lines(step: PlannedStep) -> list[str]:
+def plan_lines(plans: Sequence[ListedPlan]) -> list[str]:
     """The first few plans that may be used, and how many others there are."""
-    allowed = [plan for plan in step.plans if plan.allowed]
+    allowed = [plan for plan in plans if plan.allowed]
     lines = [
         f"{plan.rank}: {plan.choice}, workspace {workspace(plan)}"
         + (", compiled at run time" if plan.runtime_compiled else "")
@@ -213,7 +216,7 @@ def _plan_lines(step: PlannedStep) -> list[str]:
     ]
     if len(allowed) > _SHOWN:
         lines.append(f"... and {len(allowed) - _SHOWN} more")
-    barred = Counter(plan.reason for plan in step.plans if not plan.allowed)
+    barred = Counter(plan.reason for plan in plans if not plan.allowed)
     return lines + [f"{count} {reason}" for reason, count in barred.items()]
 
 
@@ -281,19 +284,23 @@ class _Walk:
         if unasked is not None:
             runs_on = "unknown"
             refusals += [Decision(f"'{part.name}' as one plan", False, why) for why in unasked]
-        plans = tuple(
-            ListedPlan(
-                rank,
-                plan.candidate.choice.engine,
-                plan.candidate.choice.knobs,
-                plan.workspace_bytes,
-                plan.candidate.runtime_compiled,
-                plan.allowed,
-                plan.reason,
-            )
-            for rank, plan in enumerate(listed, 1)
+        return PlannedStep(part, runs_on, listed_plans(listed), tuple(refusals), source)
+
+
+def listed_plans(listed: Sequence[Listed]) -> tuple[ListedPlan, ...]:
+    """Plans that were examined, by their rank."""
+    return tuple(
+        ListedPlan(
+            rank,
+            plan.candidate.choice.engine,
+            plan.candidate.choice.knobs,
+            plan.workspace_bytes,
+            plan.candidate.runtime_compiled,
+            plan.allowed,
+            plan.reason,
         )
-        return PlannedStep(part, runs_on, plans, tuple(refusals), source)
+        for rank, plan in enumerate(listed, 1)
+    )
 
 
 @checked
@@ -314,9 +321,7 @@ def explain(
     mistakes in the graph, :class:`NotSupported` for an unknown target and, with
     ``fallback="error"``, for a graph that cuDNN refuses as one plan.
     """
-    if target not in targets():
-        known = ", ".join(targets())
-        raise NotSupported(f"target '{target}'", [f"known targets: {known}"])
+    check_target(target)
     spec = graph.spec() if isinstance(graph, Graph) else graph
     resolved = resolve_policy(policy, options, spec)
     cudnn_version = env.cudnn_version()

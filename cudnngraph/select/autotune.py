@@ -47,7 +47,8 @@ def autotune(
     search = Search(policy, bench, kernels, hints=hints, floor=floor)
     graphs = [CutGraph(spec)]
     if policy.fallback == "error":
-        roots = [_whole(search, spec)]
+        roots = [whole(search, spec)]
+        _built(roots[0], search)
         anchors = 1
     else:
         borders = regions(graphs[0])
@@ -56,10 +57,7 @@ def autotune(
                 graphs[0], borders, policy, bench, kernels, hints, floor, brief=brief
             )
             return by_region.tuned(progress)
-        other = channels_last(spec)
-        if other is not spec:
-            graphs.append(CutGraph(other))
-        roots = [search.part(graph, compute_nodes(graph.spec.nodes)) for graph in graphs]
+        graphs, roots = rooted(search, spec)
         anchors = max(1, sum(map(graphs[0].is_anchor, compute_nodes(spec.nodes))))
     deadline = time.perf_counter() + policy.budget_s * anchors
     for done, known in search.explore(roots, deadline):
@@ -84,17 +82,30 @@ def autotune(
     return Selection.of(spec, steps, built)
 
 
-def _whole(search: Search, spec: GraphSpec) -> Part:
-    """The graph as one plan and nothing else. :class:`NotSupported` where there is none."""
+def rooted(search: Search, spec: GraphSpec) -> tuple[list[CutGraph], list[Part]]:
+    """A graph that is searched in one, as it is and with channels-last images, and its parts."""
+    graphs = [CutGraph(spec)]
+    other = channels_last(spec)
+    if other is not spec:
+        graphs.append(CutGraph(other))
+    return graphs, [search.part(graph, compute_nodes(graph.spec.nodes)) for graph in graphs]
+
+
+def whole(search: Search, spec: GraphSpec) -> Part:
+    """The graph as one plan and nothing else."""
     graph = CutGraph(spec)
     part = search.part(graph, compute_nodes(spec.nodes))
     part.cuts = ()
     search.order[:] = [part]
     part.size = 2  # no torch step
+    return part
+
+
+def _built(part: Part, search: Search) -> None:
+    """Try plans of the whole graph until one builds. :class:`NotSupported` where there is none."""
     search.open(part)
     while part.step.queue and not part.step.ways:
         search.advance(part.step)
     if not part.step.ways:
         reasons = dict.fromkeys(decision.reason for decision in part.step.lost)
-        raise NotSupported(f"graph '{spec.name}'", list(reasons))
-    return part
+        raise NotSupported(f"graph '{part.spec.name}'", list(reasons))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..backend.candidates import Proposals
+from ..backend.candidates import Candidate, Proposals
 from ..backend.plan import Choice, Plan
 from ..device.timing import HEAVY_US, measure
 from ..errors import NotSupported
@@ -33,9 +33,9 @@ from .trial import GraphTrial, StepTrial
 class Bench(Protocol):
     """Builds, times and checks plans; on a GPU :class:`GpuBench`."""
 
-    def proposals(self, spec: GraphSpec) -> Any:
+    def proposals(self, spec: GraphSpec, known: Sequence[Candidate] | None = None) -> Any:
         """cuDNN's candidates with a ``build``, as those of
-        :class:`~cudnngraph.backend.candidates.Proposals`."""
+        :class:`~cudnngraph.backend.candidates.Proposals`; ``known`` if they were kept."""
 
     def expect(self, specs: Sequence[GraphSpec]) -> None:
         """The proposals of these steps will be asked for soon."""
@@ -69,6 +69,9 @@ class Bench(Protocol):
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
         """Return what a plan does wrong, or None."""
 
+    def passed(self, spec: GraphSpec, plan: Plan) -> bool:
+        """Whether a plan is known to be right, without a check now."""
+
     def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
         """The plan of a choice alone, to be kept."""
 
@@ -96,8 +99,8 @@ class GpuBench:
             None  # the whole graph that was timed last
         )
 
-    def proposals(self, spec: GraphSpec) -> Proposals:
-        """See :class:`Bench`."""
+    def proposals(self, spec: GraphSpec, known: Sequence[Candidate] | None = None) -> Any:
+        """See :class:`Bench`; what is known is asked for again, to be built in this process."""
         return Proposals(spec, self._policy, self._device.index, more=True)
 
     def expect(self, specs: Sequence[GraphSpec]) -> None:
@@ -184,6 +187,10 @@ class GpuBench:
             return self._trial(spec).why_wrong(plan)
         except torch.OutOfMemoryError:
             return None  # it cannot be checked here; the plan itself needs less
+
+    def passed(self, spec: GraphSpec, plan: Plan) -> bool:
+        """See :class:`Bench`."""
+        return plan.verified is not None
 
     def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
         """See :class:`Bench`."""

@@ -254,6 +254,7 @@ class _Isolated:
         device_index: int,
         kept: Kept,
         asked: Future[Answer] | None = None,
+        known: Sequence[Candidate] | None = None,
     ) -> None:
         self._spec = spec
         self._policy = policy
@@ -261,7 +262,11 @@ class _Isolated:
         self._kept = kept
         self._rejected = kept.of(spec, policy)
         self._proposals: Proposals | None = None  # of this process, if there are no workers
-        self.candidates = self._ranked(asked or ranking(spec, policy, device_index, kept))
+        if known is None:
+            known = self._ranked(asked or ranking(spec, policy, device_index, kept))
+        else:
+            verification.refuse_ranking(spec, self._rejected)
+        self.candidates = known
         self._queue = [each.choice for each in self.candidates if self._why_not(each) is None]
         self._ahead: dict[Choice, Future[Answer]] = {}
         self._asked = 0  # plans, by the search
@@ -375,7 +380,7 @@ class GuardedBench(GpuBench):
         self._isolated: dict[str, _Isolated] = {}
         self._ranked: dict[str, Future[Answer]] = {}
 
-    def proposals(self, spec: GraphSpec) -> Any:
+    def proposals(self, spec: GraphSpec, known: Sequence[Candidate] | None = None) -> Any:
         """See :class:`~cudnngraph.select.bench.Bench`."""
         if how(self._policy) == "off":
             return super().proposals(spec)
@@ -384,7 +389,7 @@ class GuardedBench(GpuBench):
             verification.refuse_ranking(spec, rejected)
             return _Here(super().proposals(spec), rejected)
         asked = self._ranked.pop(step_digest(spec), None)
-        found = _Isolated(spec, self._policy, self._device.index, self._kept, asked)
+        found = _Isolated(spec, self._policy, self._device.index, self._kept, asked, known)
         self._isolated[step_digest(spec)] = found
         return found
 

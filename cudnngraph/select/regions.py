@@ -77,9 +77,9 @@ class _Begun:
         found = self.search.us(self.roots)
         return self.count * found if math.isfinite(found) else 0.0
 
-    def gain_us(self) -> float:
+    def gain_us(self, *, doubt: bool = False) -> float:
         """How much faster the graph may be by these regions."""
-        return self.count * self.search.gain_us(self.roots)
+        return self.count * self.search.gain_us(self.roots, doubt=doubt)
 
 
 def _worth_comparing(begun: Iterable[_Begun]) -> set[int]:
@@ -92,6 +92,30 @@ def _worth_comparing(begun: Iterable[_Begun]) -> set[int]:
         if left < 0:
             found.add(id(each))
     return found
+
+
+def _doubted(begun: Sequence[_Begun]) -> list[_Begun]:
+    """Check the first plans because of which others are given up, where the graph might gain by
+    those; return the regions of which one was wrong."""
+    gains = {id(each): each.gain_us(doubt=True) for each in begun}
+    found: list[_Begun] = []
+    for each in sorted(begun, key=lambda each: -gains[id(each)]):
+        if sum(gains.values()) <= LEFT_SHARE * sum(each.us() for each in begun):
+            break
+        if each.search.doubt(each.roots):
+            found.append(each)
+        gains[id(each)] = 0.0
+    return found
+
+
+def roots_of(search: Search, graph: CutGraph, spec: GraphSpec, group: Group) -> list[Part]:
+    """A region as the parts of which one runs it: as it is, and with dense images."""
+    roots = [search.part(graph, group)]
+    dense = with_dense_images(spec)
+    if dense is not spec:  # a slice of what is joined: written at once, or copied there
+        other = CutGraph(dense)
+        roots.append(search.part(other, compute_nodes(other.spec.nodes)))
+    return roots
 
 
 #: Places of equal steps, and other ways to run them that are nearly as fast.
@@ -208,11 +232,7 @@ class RegionSearch:
         search = Search(
             self._policy, self._bench, self._kernels, self._steps, self._hints, self._floor
         )
-        roots = [search.part(self._graph, group)]
-        dense = with_dense_images(spec)
-        if dense is not spec:  # a slice of what is joined: written at once, or copied there
-            graph = CutGraph(dense)
-            roots.append(search.part(graph, compute_nodes(graph.spec.nodes)))
+        roots = roots_of(search, self._graph, spec, group)
         anchors = max(1, sum(map(self._graph.is_anchor, group)))
         return _Begun(spec, search, roots, anchors)
 
@@ -222,13 +242,7 @@ class RegionSearch:
         budget_s = self._policy.budget_s * sum(each.anchors for each in begun)
         deadline = time.perf_counter() + budget_s
         known = {id(each): each for each in begun}
-        # What is asked for and built elsewhere is that of all regions at a time.
-        start = begun[0].search.start
-        parts = [root for each in begun for root in each.roots]
-        while parts:
-            yield from start(parts)
-            hopeful = (part for each in begun for part in each.search.hopeful(each.roots))
-            parts = [part for part in hopeful if not part.step.started]
+        yield from self._started(begun, [root for each in begun for root in each.roots])
         gains = {id(each): each.gain_us() for each in begun}
         for each in sorted(begun, key=lambda each: -gains[id(each)]):
             step = each.search.most_promising(each.roots)
@@ -241,7 +255,12 @@ class RegionSearch:
                 times = {id(each): each.us() for each in begun}
                 gains = {key: gain and known[key].gain_us() for key, gain in gains.items()}
                 if sum(gains.values()) <= LEFT_SHARE * sum(times.values()):
-                    break
+                    doubted = _doubted(begun)
+                    if not doubted:
+                        break
+                    yield from self._started(begun, [])
+                    gains.update((id(each), each.gain_us()) for each in doubted)
+                    continue
             chosen = known[max(gains, key=lambda key: gains[key])]
             step = chosen.search.most_promising(chosen.roots)
             if step is None:  # nothing by itself
@@ -252,6 +271,18 @@ class RegionSearch:
             yield chosen.search.progress()
         for each in begun:
             each.search.stop(each.roots, late=late)
+
+    def _started(self, begun: Sequence[_Begun], parts: list[Part]) -> Iterator[tuple[int, int]]:
+        """Start parts, then all that may be steps of the fastest way; yields (done, known).
+
+        What is asked for and built elsewhere is that of all regions at a time.
+        """
+        while True:
+            yield from begun[0].search.start(parts)
+            hopeful = (part for each in begun for part in each.search.hopeful(each.roots))
+            parts = [part for part in hopeful if not part.step.started]
+            if not parts:
+                return
 
     def _settled(self, begun: _Begun, *, compare: bool) -> _Region:
         spec = begun.spec

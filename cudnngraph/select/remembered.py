@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from ..backend.candidates import Candidate, Outcome
+from ..backend.candidates import UNRANKED, Candidate, Outcome
 from ..backend.plan import KERNEL, Choice, Plan, Verified
 from ..errors import NotSupported
 from ..ir.key import step_digest
@@ -20,6 +20,7 @@ from ..ir.spec import GraphSpec
 from .bench import Bench
 
 Row = Mapping[str, Any]
+RANKING = "ranking"  # what a row of cuDNN's candidates says that it is
 _MOST_INT = 1 << 62
 
 
@@ -29,8 +30,8 @@ class Memo(Protocol):
     def of(self, spec: GraphSpec) -> Sequence[Row]:
         """The rows of a step, in the order in which they were made."""
 
-    def add(self, spec: GraphSpec, row: dict[str, Any]) -> None:
-        """One more row of a step."""
+    def add(self, spec: GraphSpec, row: dict[str, Any]) -> bool:
+        """One more row of a step; whether later processes have it."""
 
 
 class KnownPlan:
@@ -50,6 +51,7 @@ class _Step:
     def __init__(self, rows: Sequence[Row]) -> None:
         self.candidates: list[Candidate] | None = None
         self.workspaces: dict[Choice, int] = {}
+        self.right: set[Choice] = set()
         self.times: dict[tuple[str, frozenset[Choice | None]], dict[Choice | None, float]] = {}
         self.chains: dict[str, list[float]] = {}
         self.real: dict[Choice, Plan | str] = {}
@@ -61,13 +63,16 @@ class _Step:
                 continue  # a row that is none
 
     def _take(self, row: Row) -> None:
-        if row["what"] == "ranking":
+        if row["what"] == RANKING:
             self.candidates = [
                 Candidate(_whole(index), _choice(choice), str(tag))
                 for index, choice, tag in row["candidates"]
             ]
         elif row["what"] == "built":
-            self.workspaces[_choice(row["choice"])] = _whole(row["workspace_bytes"])
+            choice = _choice(row["choice"])
+            self.workspaces[choice] = _whole(row["workspace_bytes"])
+            if row.get("right") is True:
+                self.right.add(choice)
         elif row["what"] == "times":
             choices = [None if each is None else _choice(each) for each in row["choices"]]
             times = dict(zip(choices, map(_time, row["times"]), strict=True))
@@ -101,6 +106,17 @@ def _named(plan: Plan | None) -> Any:
     return _data(None if plan is None else plan.choice)
 
 
+def keep_ranking(memo: Memo, spec: GraphSpec, candidates: Sequence[Candidate]) -> bool:
+    """Tell a memo cuDNN's candidates for a step; whether later processes have them."""
+    rows = [[each.index, _data(each.choice), each.tag] for each in candidates]
+    return memo.add(spec, {"what": RANKING, "candidates": rows})
+
+
+def is_ranked(memo: Memo, spec: GraphSpec) -> bool:
+    """Whether a memo has cuDNN's candidates for a step."""
+    return _Step(memo.of(spec)).candidates is not None
+
+
 class RememberedBench:
     """``bench`` with a memo. Times that were taken side by side are known side by side alone."""
 
@@ -117,19 +133,20 @@ class RememberedBench:
 
     # -- plans -------------------------------------------------------------------------------------
 
-    def proposals(self, spec: GraphSpec) -> Any:
+    def proposals(self, spec: GraphSpec, known: Sequence[Candidate] | None = None) -> Any:
         """See :class:`~cudnngraph.select.bench.Bench`."""
         step = self._step(spec)
         if step.candidates is None:
             step.candidates = list(self._asked(spec, step).candidates)
-            rows = [[each.index, _data(each.choice), each.tag] for each in step.candidates]
-            self._memo.add(spec, {"what": "ranking", "candidates": rows})
+            keep_ranking(self._memo, spec, step.candidates)
+        elif not step.workspaces:
+            self._asked(spec, step)  # what builds elsewhere begins
         return _Proposals(self, spec, step.candidates)
 
     def _asked(self, spec: GraphSpec, step: _Step) -> Any:
         if step.inner is None:
             try:
-                step.inner = self._bench.proposals(spec)
+                step.inner = self._bench.proposals(spec, step.candidates)
             except NotSupported as refusal:
                 step.inner = refusal
         if isinstance(step.inner, NotSupported):
@@ -142,15 +159,24 @@ class RememberedBench:
         need = step.workspaces.get(choice)
         if need is not None:
             return Outcome(candidate, True, "", need), cast(Plan, KnownPlan(choice, need))
-        outcome, plan = self._asked(spec, step).build(candidate)
+        outcome, plan = self._build(spec, step, choice)
         if plan is not None:
             step.real[choice] = plan
-            self._built(spec, plan)
+            self._built(spec, plan, right=self._bench.passed(spec, plan))
         return outcome, plan
 
-    def _built(self, spec: GraphSpec, plan: Plan) -> None:
-        self._step(spec).workspaces[plan.choice] = plan.workspace_bytes
-        row = {"what": "built", "choice": _data(plan.choice)}
+    def _build(self, spec: GraphSpec, step: _Step, choice: Choice) -> tuple[Outcome, Plan | None]:
+        """Build a choice, which may be at another place in the ranking of this process."""
+        inner = self._asked(spec, step)
+        there = (each for each in inner.candidates if each.choice == choice)
+        return inner.build(next(there, Candidate(UNRANKED, choice, str(choice))))  # type: ignore[no-any-return]
+
+    def _built(self, spec: GraphSpec, plan: Plan, *, right: bool) -> None:
+        step = self._step(spec)
+        step.workspaces[plan.choice] = plan.workspace_bytes
+        if right:
+            step.right.add(plan.choice)
+        row = {"what": "built", "choice": _data(plan.choice), "right": right}
         self._memo.add(spec, {**row, "workspace_bytes": plan.workspace_bytes})
 
     def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
@@ -166,7 +192,7 @@ class RememberedBench:
                 plan = found[number] = next(made)
                 self._step(spec).real[choice] = plan
                 if not isinstance(plan, str):
-                    self._built(spec, plan)
+                    self._built(spec, plan, right=self._bench.passed(spec, plan))
         return [plan for plan in found if plan is not None]
 
     def _real(self, spec: GraphSpec, plan: Plan | None) -> Plan | str | None:
@@ -178,10 +204,8 @@ class RememberedBench:
             if choice.engine == KERNEL:
                 (step.real[choice],) = self._bench.kernels([(spec, choice)])
             else:
-                listed = [each for each in step.candidates or () if each.choice == choice]
-                candidate = listed[0] if listed else Candidate(-1, choice, str(choice))
                 try:
-                    outcome, made = self._asked(spec, step).build(candidate)
+                    outcome, made = self._build(spec, step, choice)
                     step.real[choice] = outcome.reason if made is None else made
                 except NotSupported as refusal:
                     step.real[choice] = refusal.reasons[0]
@@ -258,7 +282,14 @@ class RememberedBench:
         """See :class:`~cudnngraph.select.bench.Bench`."""
         real = self._real(spec, plan)
         assert real is not None
-        return real if isinstance(real, str) else self._bench.why_wrong(spec, real)
+        why = real if isinstance(real, str) else self._bench.why_wrong(spec, real)
+        if why is None and not self.passed(spec, plan):
+            self._built(spec, plan, right=True)
+        return why
+
+    def passed(self, spec: GraphSpec, plan: Plan) -> bool:
+        """See :class:`~cudnngraph.select.bench.Bench`; in this search or in one before."""
+        return plan.choice in self._step(spec).right
 
     def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
         """See :class:`~cudnngraph.select.bench.Bench`; no known plan is taken unchecked."""

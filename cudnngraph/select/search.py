@@ -8,7 +8,7 @@ and the choice made again.
 
 Effort goes where it can matter: first the first plan of every part that could win, then more plans
 of a part while twice their speed could still win. It ends when the graph could gain little, or the
-budget is spent.
+budget is spent. No part is given up because of a first plan that is wrong.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Variant:
     workspace_bytes: int
     time_us: float
     final: bool = False  # measured again beside the fastest others, which alone compares them
+    right: bool = False  # its plan has passed its check, in this search or before
 
 
 @dataclass
@@ -88,6 +89,15 @@ class StepSearch:
         self.compared = False
         for each in self.ways:
             each.final = False
+
+    def plans(self) -> list[Variant]:
+        """The ways by plans of cuDNN's list, in the order of their trials."""
+        own = (way for way in self.ways if way.choice is not None and way.choice.engine != KERNEL)
+        return sorted(own, key=lambda way: way.rank)
+
+    def unfounded(self) -> bool:
+        """Whether plans are left to try, and none that was tried is known to be right."""
+        return bool(self.queue) and not any(way.right for way in self.plans())
 
     def best(self) -> Variant | None:
         """The fastest way, or one that is nearly as fast and needs less workspace."""
@@ -196,6 +206,7 @@ class Search:
         self._parts: dict[tuple[int, tuple[str, ...]], Part] = {}
         self.order: list[Part] = []
         self._why_left = ""
+        self._late = False
 
     def part(self, graph: CutGraph, nodes: Group) -> Part:
         """The part that ``nodes`` make up, with everything below it."""
@@ -348,7 +359,9 @@ class Search:
                 (way.time_us for way in step.ways if way.plan is not None), default=math.inf
             )
             step.in_vain = 0 if time_us < MIN_GAIN * least else step.in_vain + 1
-            step.add(Variant(step.built, plan, choice, plan.workspace_bytes, time_us))
+            right = self._bench.passed(step.spec, plan)
+            way = Variant(step.built, plan, choice, plan.workspace_bytes, time_us, right=right)
+            step.add(way)
             return True
         return False
 
@@ -383,16 +396,21 @@ class Search:
             self.open(part)
         yield from self.start(roots)
         yield from self.widen(roots)
-        while time.perf_counter() < deadline and self.gain_us(roots) > LEFT_SHARE * self.us(roots):
-            chosen = self.most_promising(roots)
-            if chosen is None:
+        while time.perf_counter() < deadline:
+            gain = self.gain_us(roots) > LEFT_SHARE * self.us(roots)
+            chosen = self.most_promising(roots) if gain else None
+            if chosen is not None:
+                self.advance(chosen)
+            elif self.doubt(roots):
+                yield from self.widen(roots)
+            else:
                 break
-            self.advance(chosen)
             yield self.progress()
         self.stop(roots, late=time.perf_counter() >= deadline)
 
     def stop(self, roots: Sequence[Part], *, late: bool) -> None:
         """Note why no more plans are tried."""
+        self._late = late
         self._why_left = f"not tried: the graph could gain under {LEFT_SHARE:.0%} of its time"
         if late:
             self._why_left = f"not tried: the budget of {self._policy.budget_s:g} s was spent"
@@ -410,17 +428,20 @@ class Search:
         totals = [self.best(root, known) for root in roots]
         return min((each.time_us for each in totals if each is not None), default=math.inf)
 
-    def gain_us(self, roots: Sequence[Part]) -> float:
+    def gain_us(self, roots: Sequence[Part], *, doubt: bool = False) -> float:
         """How much faster the graph would be if every plan were as fast as may be hoped."""
         known: dict[int, float] = {}
         now = self.us(roots)
-        least = min(self._least_us(root, known) for root in roots)
+        least = min(self._least_us(root, known, doubt) for root in roots)
         return now - least if math.isfinite(now) else 0.0
 
-    def _hoped_us(self, step: StepSearch) -> float:
-        """The time that a step's plans which are left to try may take at best."""
+    def _hoped_us(self, step: StepSearch, doubt: bool = False) -> float:
+        """The time that a step's plans which are left to try may take at best.
+
+        In ``doubt`` a first plan that was not checked says nothing of the others.
+        """
         way = step.best()
-        if not step.started:
+        if not step.started or (doubt and step.unfounded()):
             return step.floor_us
         if way is None:
             return step.floor_us if step.queue or step.kernels else math.inf
@@ -428,14 +449,16 @@ class Search:
             return way.time_us
         return min(way.time_us, max(step.floor_us, way.time_us / MAX_EXPECTED_SPEEDUP))
 
-    def _least_us(self, part: Part, known: dict[int, float]) -> float:
+    def _least_us(self, part: Part, known: dict[int, float], doubt: bool) -> float:
         """The time that the fastest way to run a part may take at best."""
         if id(part) not in known:
-            below = (sum(self._least_us(each, known) for each in groups) for groups in part.cuts)
-            known[id(part)] = min(self._hoped_us(part.step), *below, math.inf)
+            below = (
+                sum(self._least_us(each, known, doubt) for each in groups) for groups in part.cuts
+            )
+            known[id(part)] = min(self._hoped_us(part.step, doubt), *below, math.inf)
         return known[id(part)]
 
-    def hopeful(self, roots: Sequence[Part]) -> list[Part]:
+    def hopeful(self, roots: Sequence[Part], *, doubt: bool = False) -> list[Part]:
         """The parts that may be steps of a way that is faster than the fastest known."""
         known: dict[int, float] = {}
         most: dict[int, float] = {}  # the time that a part may take
@@ -445,7 +468,7 @@ class Search:
                 return
             most[id(part)] = us
             for groups in part.cuts:
-                below = [self._least_us(each, known) for each in groups]
+                below = [self._least_us(each, known, doubt) for each in groups]
                 total = sum(below)
                 if total < us:
                     for each, least in zip(groups, below, strict=True):
@@ -453,7 +476,29 @@ class Search:
 
         for root in roots:
             visit(root, self.us(roots))
-        return [part for part in self.order if self._hoped_us(part.step) < most.get(id(part), 0.0)]
+        return [
+            part
+            for part in self.order
+            if self._hoped_us(part.step, doubt) < most.get(id(part), 0.0)
+        ]
+
+    def doubt(self, roots: Sequence[Part]) -> bool:
+        """Check the first plans because of which others are given up, until one of them is wrong.
+
+        Return whether one was, which is thrown out then: the search has to go on.
+        """
+        while self.gain_us(roots, doubt=True) > LEFT_SHARE * self.us(roots):
+            parts = self.hopeful(roots, doubt=True)
+            step = next((p.step for p in parts if p.step.started and p.step.unfounded()), None)
+            if step is None:
+                return False
+            first = next(iter(step.plans()), None)
+            if first is None:
+                self.advance(step)
+                return True
+            if not self.check(step, first, set()):
+                return True
+        return False
 
     def most_promising(self, roots: Sequence[Part]) -> StepSearch | None:
         """Return the step with most time to gain, among those that could make the graph faster."""
@@ -535,6 +580,8 @@ class Search:
         while True:
             for _ in self.widen(roots):
                 pass  # a way that was to win may have turned out wrong
+            if not self._late and self.doubt(roots):
+                continue
             rivals = self.rivals(roots)
             if not rivals:
                 reasons = dict.fromkeys(lost.reason for root in roots for lost in root.step.lost)
@@ -570,6 +617,7 @@ class Search:
         why = self._bench.why_wrong(step.spec, way.plan)
         if why is None:
             checked.add(id(way.plan))
+            way.right = True
             return True
         step.ways.remove(way)
         step.lost.append(_decided(way, why))

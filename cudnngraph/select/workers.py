@@ -339,13 +339,23 @@ def _outcome(data: Mapping[str, Any]) -> Outcome:
 _server = Server()
 _pools: dict[int, Workers] = {}
 _pools_lock = threading.Lock()
+_beside = 1  # processes that tune at a time
+
+
+def one_of(count: int) -> None:
+    """Share the processors with others: ``count`` processes, this one among them, tune at a time.
+
+    Call it before the first worker starts.
+    """
+    global _beside
+    _beside = count
 
 
 def on(device_index: int) -> Workers:
     """The workers of a GPU."""
     with _pools_lock:
         if device_index not in _pools:
-            most = max(1, min(MOST, (os.cpu_count() or 2) - 1))
+            most = max(1, min(MOST, (os.cpu_count() or 2) // _beside - 1))
             _pools[device_index] = Workers(device_index, most)
         return _pools[device_index]
 

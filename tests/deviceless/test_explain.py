@@ -332,7 +332,7 @@ def test_the_command_fails_where_cudnn_has_no_plan_at_all(
         ("{}:build", 2, "cannot be run: TypeError"),
         ("{}.missing", 2, "there is no file"),
         ("{}:wrong", 1, "x 'x' is int32"),
-        ("{}:bare --target a100", 1, "known targets: nvidia-h200"),
+        ("{}:bare --target a100", 1, "known targets: nvidia-h100, nvidia-h200"),
     ],
 )
 def test_the_command_says_what_is_wrong_without_a_traceback(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import cli, settings
+from cudnngraph.backend import env
+from cudnngraph.backend.deviceless import targets
 from cudnngraph.cli import tune
 from cudnngraph.policy import Policy
+from cudnngraph.select import workers
 from plans_cache import PlanStore
 from tests.workers import cache_example
 
@@ -75,13 +79,18 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Policy]]:
     """Graphs that would be compiled: names, devices, policies. Graphs named g3 are refused."""
     seen: list[tuple[str, str, Policy]] = []
 
-    def compile(spec: cg.GraphSpec, device: str, *, policy: Policy) -> None:
+    def compile(spec: cg.GraphSpec, device: str, *, policy: Policy) -> Any:
         seen.append((spec.name, device, policy))
         if spec.name == "g3":
             raise cg.NotSupported("this graph", ["no engine"])
+        return MADE
 
     monkeypatch.setattr(tune, "compile_spec", compile)
     return seen
+
+
+EVERY_GRAPH = "nothing new was tuned: every graph has a tuned plan in the cache"
+MADE = SimpleNamespace(tier="built")
 
 
 def manifest(path: Path, *rows: Any) -> Path:
@@ -92,6 +101,9 @@ def manifest(path: Path, *rows: Any) -> Path:
 
 # -- calls that make no sense ----------------------------------------------------------------------
 
+KNOWN = ", ".join(targets()) + "\n"
+SECONDS = "expected a number of seconds above 0, and --graphs or a manifest\n"
+NO_SCRIPT = "error: --target is for --graphs and manifests: it runs no script\n"
 ONE_OF = "error: expected one of SCRIPT, MANIFEST.json, -m MODULE and --graphs\n"
 
 
@@ -112,6 +124,25 @@ ONE_OF = "error: expected one of SCRIPT, MANIFEST.json, -m MODULE and --graphs\n
             ["--jobs", "2", "-m", "module"],
             "error: --jobs is for --graphs and manifests: a script is one process\n",
         ),
+        (["--json", "script.py"], "error: --json is for --target\n"),
+        (["--target", "h100", "script.py"], "error: --target h100; known: " + KNOWN),
+        (["--target", "", "--graphs", "a.py"], "error: --target ; known: " + KNOWN),
+        (
+            ["--target", "nvidia-h200", "--jobs", "2", "--graphs", "a.py"],
+            "error: --jobs is for a GPU that is here: --target measures nothing\n",
+        ),
+        (
+            ["--target", "nvidia-h200", "--budget", "9", "--graphs", "a.py"],
+            "error: --budget is for a GPU that is here: --target measures nothing\n",
+        ),
+        (["--budget", "9", "script.py"], f"error: --budget 9; {SECONDS}"),
+        (["--budget", "9", "-m", "module"], f"error: --budget 9; {SECONDS}"),
+        (["--budget", "0", "--graphs", "a.py"], f"error: --budget 0; {SECONDS}"),
+        (["--budget", "nan", "fleet.json"], f"error: --budget nan; {SECONDS}"),
+        (["--budget", "soon", "script.py"], "argument --budget: invalid float value: 'soon'\n"),
+        (["--target", "nvidia-h200", "script.py"], NO_SCRIPT),
+        (["--target", "nvidia-h200", "-m", "module"], NO_SCRIPT),
+        (["--target", "nvidia-h200"], ONE_OF),
         (["--jobs", "two", "script.py"], "argument --jobs: invalid int value: 'two'\n"),
         (["-m"], "argument -m: expected one argument\n"),
         (["fleet.json", "--steps", "10"], "error: unrecognized arguments: --steps 10\n"),
@@ -194,7 +225,7 @@ def test_a_manifest_gives_each_graph_its_policy_and_files_lie_beside_it(
     )
     code, out, err = run(file)
     assert (code, err) == (0, "")
-    assert out == "nothing new was tuned: every graph has a tuned plan in the cache\n"
+    assert out.splitlines()[-1] == EVERY_GRAPH
     tuned = Policy(tune="autotune", allow_tf32=True, exclude_engines=("eng8",), budget_s=2.5)
     assert compiled == [("g1", "cuda", Policy(tune="autotune")), ("frozen", "cuda", tuned)]
 
@@ -253,7 +284,8 @@ def test_the_shares_of_processes_are_all_graphs_and_no_graph_twice(
         code, out, _ = run("--graphs", source, f"--share={number}/{jobs}")
         names = [name for name, *_ in compiled]
         assert code == ("g3" in names)
-        assert out == "", "the table is the parent's"
+        told = [line.split("'")[1] for line in out.splitlines()]
+        assert told == [name for name in names if name != "g3"], "the table is the parent's"
         shares.append(names)
     assert sorted(name for share in shares for name in share) == [
         *("frozen", "g0", "g1", "g2", "g3", "g4")
@@ -288,22 +320,105 @@ def test_jobs_are_processes_that_get_a_share_each(
         return Process(len(started) == 2)
 
     monkeypatch.setattr(tune.subprocess, "Popen", start)
+    monkeypatch.setattr(workers, "_beside", 1)
     file = manifest(tmp_path, {"file": "graphs.py"})
     given = [file] if kind == "manifest" else ["--graphs", source, "--graphs", f"{source}:g0"]
-    code, out, _ = run("--jobs", 3, *given)
+    code, out, _ = run("--jobs", 3, "--budget", 60, *given)
     assert code == 1, "one of them failed"
     assert out.startswith("nothing new was tuned")
     assert compiled == []
     what = [str(file)] if kind == "manifest" else [f"--graphs={source}", f"--graphs={source}:g0"]
+    what.append("--budget=60.0")
     assert started == [
         [sys.executable, "-m", "cudnngraph", "tune", f"--share={number}/3", *what]
         for number in range(3)
     ]
     for command in started:  # each is a call that the command understands
         assert cli.main(command[3:]) in (0, 1)
+        assert workers._beside == 3, "which share the processors"
     names = {"g0", "g1", "g2", "g3", "g4", "frozen"}
     assert {name for name, *_ in compiled} == names
     assert len(compiled) == len(names) + (kind == "graphs")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_no_graph_is_begun_once_the_budget_is_spent(
+    run: Cli, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(float(second) for second in range(100))  # it is looked at twice for each graph
+    monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=clock.__next__, time=time.time))
+    begun: list[str] = []
+
+    def compile(spec: cg.GraphSpec, device: str, *, policy: Policy) -> Any:
+        begun.append(spec.name)
+        return SimpleNamespace(tier="disk, serialized" if spec.name == "g1" else "built")
+
+    monkeypatch.setattr(tune, "compile_spec", compile)
+    code, out, err = run("--graphs", source, "--budget", 7)
+    assert (code, err, begun) == (0, "", ["g0", "g1"])
+    assert out.splitlines()[:-1] == [
+        "1 of 6: 'g0': tuned, 1.0 s",
+        "2 of 6: 'g1': disk, serialized, 1.0 s",
+        "the budget is spent, 4 graphs are left to the next call",
+    ]
+
+
+# -- a GPU that is not here ------------------------------------------------------------------------
+
+
+def test_without_the_library_there_is_nothing_to_list(
+    run: Cli, source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def frontend() -> Any:
+        raise cg.BackendUnavailable(f"no library; {env.how_to_get_cudnn()}")
+
+    monkeypatch.setattr(env, "frontend", frontend)
+    monkeypatch.setattr(tune, "candidates", None)
+    code, out, err = run("--target", "nvidia-h200", "--graphs", source)
+    assert (code, out) == (1, "")
+    assert err == f"error: no library; {env.how_to_get_cudnn()}\n"
+    assert "install" in err and not folder.exists()
+
+
+def test_a_listing_is_of_every_graph_under_its_policy_and_measures_nothing(
+    run: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str, Policy]] = []
+
+    class Listing:
+        gpu_name, kept = "a GPU", 2
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def to_dict(self) -> dict[str, Any]:
+            return {"graph": self.name}
+
+        def __str__(self) -> str:
+            return f"candidates of {self.name}"
+
+    def candidates(graph: cg.GraphSpec, target: str, *, policy: Policy) -> Listing:
+        asked.append((graph.name, target, policy))
+        if graph.name == "g3":
+            raise cg.NotSupported("this graph", ["no engine"])
+        return Listing(graph.name)
+
+    monkeypatch.setattr(env, "frontend", lambda: None)
+    monkeypatch.setattr(tune, "candidates", candidates)
+    monkeypatch.setattr(tune, "compile_spec", None)
+    code, out, err = run("--target", "nvidia-h100", "--graphs", source)
+    assert code == 1 and err.startswith("error: graph 'g3': ")
+    assert [(name, target) for name, target, _ in asked] == [
+        (name, "nvidia-h100") for name in ("g0", "g1", "g2", "g3", "g4", "frozen")
+    ]
+    assert {policy.tune for *_, policy in asked} == {"autotune"}
+    assert out.splitlines()[0] == "candidates of g0"
+    assert out.splitlines()[-1] == "rankings that are kept for a GPU: 10"
+    rows = {"file": "graphs.py:g1", "policy": {"allow_tf32": True}}, {"file": "graphs.py:g0"}
+    code, out, err = run(manifest(tmp_path, *rows), "--target=nvidia-h200", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {"schema": 1, "graphs": [{"graph": "g1"}, {"graph": "g0"}]}
+    assert [policy.allow_tf32 for *_, policy in asked[-2:]] == [True, None]
 
 
 # -- scripts ---------------------------------------------------------------------------------------
@@ -430,7 +545,7 @@ def test_the_table_has_the_tuned_entries_that_are_new(
     """By age; what was there before, and what was made without measuring, is not in it."""
     ahead = time.time() + 60
 
-    def compile(spec: cg.GraphSpec, device: str, *, policy: Policy) -> None:
+    def compile(spec: cg.GraphSpec, device: str, *, policy: Policy) -> Any:
         made = cache_example.records(ahead)
         store = PlanStore(folder, seeds=None)
         created = {"tuned": ahead + 2, "cut": ahead + 1, "old": ahead - 3600, "sdpa": ahead}
@@ -438,11 +553,14 @@ def test_the_table_has_the_tuned_entries_that_are_new(
             method = "heuristic" if name == "sdpa" else "autotune"
             changed = {**made[name].policy, "tune": method}
             store.put(replace(made[name], created=when, policy=changed))
+        return MADE
 
     monkeypatch.setattr(tune, "compile_spec", compile)
     code, out, err = run("--graphs", f"{source}:g0")
     assert (code, err) == (0, "")
-    head, *rows = [re.split(r" {2,}", line) for line in out.rstrip().splitlines()]
+    first, *table = out.rstrip().splitlines()
+    assert re.fullmatch(r"1 of 1: 'g0': tuned, \d+\.\d s", first)
+    head, *rows = [re.split(r" {2,}", line) for line in table]
     assert head == ["graph", "steps", "time", "plans tried"]
     assert [row[1] for row in rows] == ["conv | bias gelu", "conv bias relu"]
     assert rows[0][0].startswith("conv → bias → gelu: f32[2, 3, 8, 8]")
@@ -454,10 +572,11 @@ def test_the_table_has_the_tuned_entries_that_are_new(
 def test_a_torch_step_is_marked_in_the_table(
     run: Cli, source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compile(spec: cg.GraphSpec, device: str, *, policy: Policy) -> None:
+    def compile(spec: cg.GraphSpec, device: str, *, policy: Policy) -> Any:
         made = cache_example.records(time.time())["torch"]
         changed = {**made.policy, "tune": "autotune"}
         PlanStore(folder, seeds=None).put(replace(made, created=time.time(), policy=changed))
+        return MADE
 
     monkeypatch.setattr(tune, "compile_spec", compile)
     code, out, _ = run("--graphs", f"{source}:g0")

@@ -26,6 +26,7 @@ from cudnngraph.select import config, cost, regions, search
 from cudnngraph.select.cost import Rates, least_bytes, least_flops, measured
 from tests.chunks import each_case
 from tests.cpu.select.test_alternatives import KINDS, by_rules, random_graph
+from tests.fakes import FakePlan
 from tests.partitions import random_graph as random_convolutions
 from tests.samples import Case, enumerate_cases
 from tests.searches import (
@@ -189,6 +190,57 @@ def test_a_step_near_its_floor_is_not_searched() -> None:
         selection = run(block(), bench, floor=floors(conv_bias_relu_last=floor_us))
         assert Counter(step for step, _ in bench.built)[WHOLE] == built
         assert ("under 1% of its time" in reasons(selection)[-1]) or built == 6
+
+
+def regions_of(count: int) -> GraphSpec:
+    """Equal blocks as that of ``block``: one, or a graph that is searched by regions."""
+    g = cg.Graph("regions")
+    last = {"layout": "channels_last"}
+    y = g.input("x", (2, 8, 6, 6), F16, **last)
+    for n in range(count):
+        w = g.input(f"w{n}", (8, 8, 3, 3), F16, **last)
+        y = g.conv_bias_act(y, w, g.input(f"b{n}", (8,), F16), padding=1)
+    g.output("y", y)
+    return canonical(g.spec())
+
+
+@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("wrong", [1, 3])
+def test_no_part_is_given_up_because_of_a_first_plan_that_is_wrong(count: int, wrong: int) -> None:
+    """It says nothing of the others, which may be more than twice as fast."""
+    offers = [*[Offer(90.0 + n, wrong="off") for n in range(wrong)], Offer(5.0)]
+    split = {CONV: [Offer(20.0)], EPILOGUE: [Offer(9.0)]}
+    bench = table({WHOLE: offers, **split})
+    assert taken(run(regions_of(count), bench)) == [(WHOLE, wrong)] * count
+    assert Counter(bench.checked) == {(WHOLE, n): 1 for n in range(wrong + 1)}
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_part_is_given_up_because_of_a_first_plan_that_is_right(count: int) -> None:
+    bench = table({WHOLE: [Offer(90.0), Offer(5.0)], CONV: [Offer(20.0)], EPILOGUE: [Offer(9.0)]})
+    selection = run(regions_of(count), bench)
+    assert taken(selection) == [(CONV, 0), (EPILOGUE, 0)] * count
+    assert (WHOLE, 1) not in bench.built and Counter(bench.checked)[WHOLE, 0] == 1
+
+
+def test_a_plan_that_was_checked_when_it_was_built_is_not_checked_again() -> None:
+    class Checking(Bench):
+        def passed(self, spec: GraphSpec, plan: FakePlan) -> bool:
+            return self.offer(spec, plan.choice.engine).wrong is None
+
+    offers = {WHOLE: [Offer(90.0), Offer(5.0)], CONV: [Offer(20.0)], EPILOGUE: [Offer(9.0)]}
+    bench = Checking(lambda spec: offers.get(ops(spec), ()))
+    run(block(), bench)
+    assert (WHOLE, 1) not in bench.built
+    assert Counter(bench.checked) == {(CONV, 0): 1, (EPILOGUE, 0): 1}, "what is taken"
+
+
+def test_no_plan_is_doubted_once_the_budget_is_spent() -> None:
+    offers = [Offer(90.0, wrong="off"), Offer(5.0)]
+    bench = table({WHOLE: offers, CONV: [Offer(20.0)], EPILOGUE: [Offer(9.0)]})
+    selection = run(block(), bench, replace(POLICY, budget_s=1e-9))
+    assert taken(selection) == [(CONV, 0), (EPILOGUE, 0)]
+    assert Counter(bench.checked) == {(CONV, 0): 1, (EPILOGUE, 0): 1}
 
 
 def tower(blocks: int, width: int) -> GraphSpec:

@@ -300,6 +300,24 @@ def test_rankings_are_asked_for_at_a_time_and_once(
     assert len(asked) == 3
 
 
+def test_what_is_ranked_already_is_built_without_asking_again(
+    behaves: Behaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
+    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
+    monkeypatch.setattr(guard, "ranking", None)
+    behaves.start(e4="is right", e7="is right", e9="is right")
+    known = [Candidate(5, Choice(9, ()), "eng9"), Candidate(6, Choice(4, ()), "eng4")]
+    search = bench(POLICY, Memory()).proposals(spec(), known)
+    assert search.candidates == known
+    outcome, plan = search.build(known[0])
+    assert outcome.accepted and plan is not None and plan.choice == Choice(9, ())
+    kept = Memory()
+    kept.rejected[verification.RANKING] = "it died"
+    with pytest.raises(cg.NotSupported, match="cuDNN's ranking of its engines"):
+        bench(POLICY, kept).proposals(spec(), known)
+
+
 def test_few_plans_are_built_before_a_search_goes_on_with_a_step(
     behaves: Behaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,15 +12,17 @@ import pytest
 
 import cudnngraph as cg
 from cudnngraph.backend import env
+from cudnngraph.backend.candidates import UNRANKED, Candidate, Outcome
+from cudnngraph.backend.plan import Choice
 from cudnngraph.cache.measured import Measured
 from cudnngraph.cache.state import STATE
 from cudnngraph.ir.key import step_digest
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select.decision import Selection
-from cudnngraph.select.remembered import RememberedBench
+from cudnngraph.select.remembered import RememberedBench, is_ranked, keep_ranking
 from plans_cache.measurements import Measurements
 from tests.fakes import H200
-from tests.searches import F16, POLICY, Bench, Offer, block, chain, ops, run, table, taken
+from tests.searches import F16, POLICY, Bench, Offer, block, chain, of, ops, run, table, taken
 
 
 class Memo:
@@ -32,8 +34,9 @@ class Memo:
     def of(self, spec: GraphSpec) -> list[Any]:
         return [json.loads(row) for row in self.rows.get(step_digest(spec), ())]
 
-    def add(self, spec: GraphSpec, row: dict[str, Any]) -> None:
+    def add(self, spec: GraphSpec, row: dict[str, Any]) -> bool:
         self.rows.setdefault(step_digest(spec), []).append(json.dumps(row))
+        return True
 
 
 def bench() -> Bench:
@@ -137,6 +140,52 @@ def test_a_plan_that_was_measured_and_is_wrong_now_is_thrown_out() -> None:
     assert taken(search(block(), table(refused), memo)) == [("conv bias relu last", 0)]
 
 
+def test_a_first_plan_that_passed_its_check_is_not_built_again_to_be_doubted() -> None:
+    offers = {
+        "conv bias relu last": [Offer(90.0), Offer(5.0)],
+        "conv last": [Offer(20.0)],
+        "bias relu last": [Offer(9.0)],
+    }
+    memo, first, second = Memo(), table(offers), table(offers)
+    split = [("conv last", 0), ("bias relu last", 0)]
+    assert taken(search(block(), first, memo)) == split
+    assert ("conv bias relu last", 0) in first.checked
+    assert taken(search(block(), second, memo)) == split
+    assert second.built == second.checked == split
+
+
+def test_a_ranking_from_elsewhere_is_tried_in_its_order_each_plan_by_its_choice() -> None:
+    """Its places in the list are not those of this process, and some of it there is none of."""
+    elsewhere = [
+        *[Candidate(7, Choice(2, (("TILE", 2),)), "eng2"), Candidate(0, Choice(9, ()), "eng9")],
+        Candidate(2, Choice(0, (("TILE", 0),)), "eng0"),
+    ]
+    memo, at = Memo(), table({"conv bias relu last": [Offer(20.0), Offer(1.0), Offer(10.0)]})
+    inner = at.proposals
+
+    def proposals(spec: GraphSpec, known: Any = None) -> Any:
+        """As the real ones, whose builds go by the place in the list."""
+        found = inner(spec)
+        build, listed = found.build, found.candidates
+
+        def by_place(candidate: Candidate) -> Any:
+            if candidate.index == UNRANKED:
+                return Outcome(candidate, False, "cuDNN does not propose it here"), None
+            return build(listed[candidate.index])
+
+        found.build = by_place
+        return found
+
+    at.proposals = proposals  # type: ignore[method-assign]
+    keep_ranking(memo, block(), elsewhere)
+    assert is_ranked(memo, block()) and not is_ranked(memo, chain())
+    selection = search(block(), at, memo)
+    assert taken(selection) == [("conv bias relu last", 2)]
+    mine = [engine for step, engine in at.built if step == "conv bias relu last"]
+    assert mine[:2] == [2, 0] and 1 not in mine
+    assert of(selection, 9).reason == "cuDNN does not propose it here"
+
+
 def test_no_failure_is_kept() -> None:
     """There may be memory next time."""
     memo = Memo()
@@ -225,6 +274,25 @@ def test_another_generator_of_kernels_measures_anew(
     assert measure() == first
 
 
+def test_a_ranking_for_a_described_gpu_serves_searches_on_it_whatever_torch_is_there(
+    measure: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times are those of one torch, a ranking is cuDNN's."""
+    candidates = [Candidate(0, Choice(0, (("TILE", 0),)), "eng0")]
+
+    def ranked(here: env.EnvKey, torch_version: str) -> bool:
+        monkeypatch.setattr(STATE, "measurements", {})
+        monkeypatch.setattr(env, "env_key", lambda index: here)
+        monkeypatch.setattr("torch.__version__", torch_version)
+        return is_ranked(Measured(POLICY, 0), block())
+
+    keep_ranking(Measured(POLICY, H200), block(), candidates)
+    assert ranked(H200, "2.11.0+cu130") and ranked(H200, "2.12.0")
+    assert not ranked(replace(H200, gpu_name="NVIDIA H100"), "2.11.0+cu130")
+    assert not ranked(replace(H200, cudnn_version=92200), "2.11.0+cu130")
+    assert not ranked(replace(H200, frontend_version="1.32.0"), "2.11.0+cu130")
+
+
 ID = "a" * 32
 
 
@@ -240,9 +308,10 @@ def test_a_line_that_was_cut_spoils_no_other(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_used_keeps_measurements_in_memory(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     kept = Measurements(tmp_path / "cache")
-    kept.add(ID, {"n": 1})
+    assert kept.add(ID, {"n": 1}) is False
     assert kept.of(ID) == [{"n": 1}]
     assert Measurements(None).of(ID) == []
+    assert Measurements(tmp_path / "fine").add(ID, {"n": 1}) is True
 
 
 def test_the_oldest_go_until_the_rest_is_small_enough(tmp_path: Path) -> None:

@@ -188,6 +188,19 @@ def test_several_work_at_a_time_and_none_is_left_when_idle(tmp_path: Path) -> No
     )
 
 
+def test_processes_that_tune_at_a_time_share_the_processors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(workers, "_beside", 1)
+    found = {}
+    for count in (1, 4, 8, 16, 64):
+        monkeypatch.setattr(workers, "_pools", {})
+        workers.one_of(count)
+        found[count] = workers.on(0)._most
+    assert found == {1: workers.MOST, 4: 3, 8: 1, 16: 1, 64: 1}, "each has one of its own"
+
+
 def test_threads_share_the_workers(tmp_path: Path) -> None:
     pool = Pool(tmp_path, {"4": "aborts", "7": "is right"}, most=2)
     found: list[bytes | None] = []
