@@ -2,7 +2,7 @@
 
     python docs/results/h200_reductions.py --out docs/results/h200-reductions.md
 
-Losses and softmax over vocabularies, batch norms in training, sums over columns. The ways of a
+Losses and softmax over vocabularies, norms in training, sums over columns. The ways of a
 case: torch, the kernel by rule, by thresholds of other values, and by the schedules that tuning
 measures. All are captured in CUDA graphs on data that no cache holds, and replayed in turn.
 """
@@ -43,6 +43,7 @@ Call = Callable[[], object]
 Tensors = list[torch.Tensor]
 
 IMAGES = ((64, 256, 56), (64, 64, 112), (64, 512, 28), (64, 1024, 14), (64, 256, 14), (64, 2048, 7))
+NORMS = ((8192, 768), (8192, 1024), (4096, 4096), (100352, 96), (1576, 768))
 COLUMNS = ((8192, 768), (8192, 2304), (8192, 3072))
 
 #: Thresholds to measure beside those by rule, by the kind of a case. Fields that are not there yet
@@ -71,6 +72,7 @@ OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
         {"kernel_min_width_bytes": 256},
         {"kernel_partials_again_bytes": 5 << 20},
     ),
+    "rows and columns": ({"kernel_columns_with_rows": False},),
 }
 
 
@@ -218,6 +220,32 @@ def _sums(rows: int, columns: int) -> Case:
     )
 
 
+def _layer_norm(rows: int, width: int) -> Case:
+    """The gradient as a transformer's block has it: a residual's is added, a bias's is summed."""
+    g = cg.Graph("gradient")
+    dy, x, other = (g.input(name, (rows, width), BF16) for name in ("dy", "x", "other"))
+    w = g.input("w", (width,), F32)
+    mean, inverse = (g.input(name, (rows, 1), F32) for name in ("mean", "inverse"))
+    dx, dw, db = g.layer_norm_backward(dy, x, w, mean, inverse)
+    total = g.add(dx, other)
+    for name, value in (("dx", total), ("dw", dw), ("db", db)):
+        g.output(name, value)
+    g.output("sums", g.reduction(total, (0,), "sum"))
+
+    def backward(
+        dy: torch.Tensor, x: torch.Tensor, other: torch.Tensor, w: torch.Tensor, *v: torch.Tensor
+    ) -> Tensors:
+        weight = w.to(x.dtype)
+        dx, dw, db = torch.ops.aten.native_layer_norm_backward(
+            dy, x, [x.shape[1]], *v, weight, weight, [True] * 3
+        )
+        total = dx + other
+        return [total, dw, db, total.sum(0)]
+
+    name = f"layer norm backward, residual, bias {rows}x{width}"
+    return Case(name, "rows and columns", g.spec(), backward)
+
+
 def cases() -> Iterator[Case]:
     """All of them."""
     yield from _losses(8192, 50304)
@@ -226,6 +254,8 @@ def cases() -> Iterator[Case]:
     yield _softmax(2048, 128256)
     for shape in COLUMNS:
         yield _sums(*shape)
+    for shape in NORMS:
+        yield _layer_norm(*shape)
     for image in IMAGES:
         yield from _batch_norms(*image)
 
