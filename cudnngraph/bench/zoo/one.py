@@ -49,7 +49,8 @@ Found = dict[str, Any]
 @dataclass(frozen=True)
 class Job:
     """What a process is to do, as its file says it. ``plans`` are the cache directories of our
-    ways; without ``times`` the ways are compared, and not timed."""
+    ways; those of ``alone`` start when no other process works, as they are timed. Without
+    ``times`` the ways are compared, and not timed."""
 
     kind: Literal["cold", "timed"]
     registry: str
@@ -60,6 +61,7 @@ class Job:
     result: str
     plans: Mapping[str, str] = field(default_factory=dict)
     times: bool = False
+    alone: tuple[str, ...] = ()
 
     def write(self, path: Path) -> None:
         """Write it to a file."""
@@ -69,7 +71,7 @@ class Job:
     def read(cls, path: Path) -> Job:
         """Read it from a file."""
         data = json.loads(path.read_text())
-        return cls(**{**data, "ways": tuple(data["ways"])})
+        return cls(**{**data, "ways": tuple(data["ways"]), "alone": tuple(data["alone"])})
 
 
 class Told:
@@ -222,7 +224,8 @@ def _timed(
         told.found["wide"] = yardstick.wide
     calls: dict[str, Call] = {}
     families: set[str] = set()
-    for name in job.ways:
+
+    def start(name: str) -> None:
         way, part = WAYS[name], told.way(name)
         part["loads"] = way.compiles and way.family not in families
         families.add(way.family)
@@ -235,12 +238,21 @@ def _timed(
             if not way.compiles:
                 part |= _memory(call, device)
             calls[name] = call
+
+    for name in job.ways:
+        if name not in job.alone:
+            start(name)
+    ours = any(WAYS[name].ours for name in (*calls, *job.alone))
+    if job.times and ours:
+        _sync(device)
+        with told.stage(READY):
+            if not wait():
+                return
+    for name in job.alone:
+        start(name)
     if not job.times or not any(WAYS[name].ours for name in calls):
         return
-    _sync(device)
-    with told.stage(READY):
-        if not wait():
-            return
+    calls = {name: calls[name] for name in job.ways if name in calls}
     with told.stage("timing"):
         found = times_us(list(calls.values()), "wall", device)
     for name, us in zip(calls, found, strict=True):

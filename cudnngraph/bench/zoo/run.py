@@ -3,7 +3,7 @@
 The cold start of a model in one way has a process of its own, with empty caches. Those that measure
 nothing while they compile run side by side. One further process a model finds the caches filled,
 compares the ways and times them. Several of them get ready side by side, and are timed one after
-the other, when no other works.
+the other, when no other works; so do our warm starts.
 """
 
 from __future__ import annotations
@@ -252,8 +252,9 @@ class Zoo:
             process.go()
             found = self._found(process)
             for name, part in found.pop("ways").items():
+                others = 1 if name in process.job.alone else beside
                 filled = self._mark(entry, name).exists()
-                told = {**part, "filled": filled, "warm_beside": beside}
+                told = {**part, "filled": filled, "warm_beside": others}
                 row["ways"].setdefault(name, {}).update(told)
             guilty = found.pop("guilty", "")
             if not guilty:
@@ -291,9 +292,12 @@ class Zoo:
         plans = {name: str(self._plans(entry, name)) for name in ways if WAYS[name].ours}
         for path in plans.values():
             Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+        alone: tuple[str, ...] = ()
+        if kind == "timed" and self._measures:  # a start that compiles nothing is short
+            alone = tuple(name for name in plans if self._mark(entry, name).exists())
         job = Job(
             *(kind, self.options.registry, entry.name, ways, self.options.device),
-            *(self.options.tiny, str(folder / f"{label}.found.json"), plans, self._measures),
+            *(self.options.tiny, str(folder / f"{label}.found.json"), plans, self._measures, alone),
         )
         job.write(folder / f"{label}.json")
         cached = {"TORCHINDUCTOR_CACHE_DIR": inductor, "TRITON_CACHE_DIR": inductor / "triton"}

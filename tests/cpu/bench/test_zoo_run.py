@@ -110,11 +110,13 @@ def test_a_model_that_hangs_is_ended_at_the_limit(tmp_path: Path) -> None:
 
 
 def test_models_get_ready_side_by_side_and_are_timed_one_after_the_other(tmp_path: Path) -> None:
-    """Each waits once it is ready, so that no other works while one is timed."""
+    """Each waits once it is ready, so that no other works while one starts warm and is timed."""
     zoo = made(tmp_path, device="cpu:0", ways=("eager", "heuristic"), jobs=2)
     assert zoo.run(RIGHT)
     for row in zoo.results.rows.values():
-        assert row["status"] == "done" and row["ways"]["heuristic"]["warm_beside"] == 2
+        beside = {name: way["warm_beside"] for name, way in row["ways"].items()}
+        assert row["status"] == "done" and beside == {"eager": 2, "heuristic": 1}
+        assert list(row["ways"]) == ["eager", "heuristic"], "timed in their order"
         assert all(way["us"] > 0 for way in row["ways"].values())
 
 
