@@ -50,7 +50,7 @@ from .frames import frame_of, is_frame
 from .results import Result, results_of
 from .rules.base import Arguments, Rule, Skip, gives_many, reads, spread
 from .rules.norm import Norm, norm_of
-from .rules.table import RULES
+from .rules.table import rule_of
 from .siblings import join_siblings
 from .simplify import simplify
 
@@ -338,7 +338,7 @@ class Importer:
                 raise self._refused("its result depends on the numbers in a tensor")
         if args and isinstance(args[0], Value) and self.packed(args[0]) and is_frame(node):
             return args[0]  # convolutions alone read it, and set the frame themselves
-        rule = RULES.get(target.overloadpacket)
+        rule = rule_of(target)
         if rule is not None:
             made = self._by_rule(rule, node, target, args, kwargs)
             if made is not None:

@@ -180,6 +180,16 @@ def _of_linear(a: Mapping[str, Any]) -> torch.Tensor | None:
     return torch.empty(shape, dtype=x.dtype, device="meta") if x.dtype == weight.dtype else None
 
 
+def _of_grouped(a: Mapping[str, Any]) -> torch.Tensor | None:
+    """The product of groups of rows, in rows; torch pads them to what its kernel aligns."""
+    x, y = a["self"], a["mat2"]
+    if (x.dim(), y.dim()) != (2, 3) or x.shape[1] != y.shape[1] or x.dtype != y.dtype:
+        return None
+    if a["offs"] is None or a["bias"] is not None or a["out_dtype"] is not None:
+        return None
+    return torch.empty((x.shape[0], y.shape[2]), dtype=x.dtype, device="meta")
+
+
 def _of_adaptive(rank: int) -> Form:
     def rule(a: Mapping[str, Any]) -> torch.Tensor | None:
         x, sizes = a["self"], list(a["output_size"])
@@ -225,6 +235,7 @@ FORMS: Mapping[str, Form] = {
         )
     },
     "aten::linear": _of_linear,
+    "aten::_grouped_mm": _of_grouped,
     "aten::mean": _of_mean,
     "aten::embedding": _of_embedding,
     "aten::scaled_dot_product_attention": _of_attention,
