@@ -125,8 +125,8 @@ def _groups(ends: torch.Tensor, rows: int) -> Iterator[tuple[int, slice]]:
             start = end
 
 
-def _run_grouped(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
-    x, y, ends = map(need, inputs)
+def multiplied_by_groups(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """x (M, K), y (G, K, N), ends (G,) → (M, N): what ``grouped_matmul`` means."""
     made = x.new_zeros(x.shape[0], y.shape[2])
     for group, rows in _groups(ends, x.shape[0]):
         made[rows] = x[rows] @ y[group]
@@ -145,7 +145,7 @@ register(
     "grouped_matmul",
     "x y ends",
     _grouped_matmul,
-    _run_grouped,
+    lambda inputs, attrs: multiplied_by_groups(*map(need, inputs)),
     torch_only=True,
     traits="multiplies grouped",
 )
