@@ -108,7 +108,7 @@ def _grouped_matmul_wgrad(call: InferContext) -> list[Result] | None:
     if x.shape[0] != dy.shape[0]:
         call.problem(
             f"dy '{dy.name}' has {dy.shape[0]} rows, x '{x.name}' has {x.shape[0]}",
-            f"dy ({x.shape[0]}, N)",
+            f"({x.shape[0]}, N)",
         )
     if groups is None or call.problems:
         return None

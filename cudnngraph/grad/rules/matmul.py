@@ -6,14 +6,7 @@ import math
 from collections.abc import Mapping
 
 from ...graph.value import Value
-from ..context import (
-    Context,
-    Gradients,
-    GradRule,
-    NoGradient,
-    no_double_backward,
-    own_order,
-)
+from ..context import Context, Gradients, GradRule, NoGradient, own_order
 
 
 def _matmul(ctx: Context) -> Gradients:
@@ -67,8 +60,19 @@ def _grouped_matmul(ctx: Context) -> Gradients:
     return {"x": dx, "y": dy}
 
 
+def _grouped_matmul_wgrad(ctx: Context) -> Gradients:
+    """Products of the same groups with the matrices of dy."""
+    wide, ends = ctx.build.wide, ctx["ends"]
+    return {
+        "x": lambda: ctx.anchor(
+            "grouped_matmul", (ctx["dy"], wide(ctx.g.transpose(ctx.dy, 1, 2))), ends
+        )[0],
+        "dy": lambda: ctx.anchor("grouped_matmul", (ctx["x"], ctx.dy), ends)[0],
+    }
+
+
 RULES: Mapping[str, GradRule | NoGradient] = {
     "matmul": _matmul,
     "grouped_matmul": _grouped_matmul,
-    "grouped_matmul_wgrad": no_double_backward("grouped_matmul_wgrad"),
+    "grouped_matmul_wgrad": _grouped_matmul_wgrad,
 }
