@@ -55,9 +55,7 @@ def export(
         return _exported(model, args, kwargs)
 
 
-def _exported(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> Exported:
+def _exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Exported:
     held = Held(model)
     try:
         with _exporting():
@@ -84,15 +82,12 @@ def _exported(
 
 def _traced(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], held: Held
-) -> tuple[tracer.Traced | None, str | None]:
-    """The first run of a model that will do, what others have changed is put back; and where a run
-    has asked for the numbers in a tensor, None if none has."""
-    asked: str | None = None
+) -> tuple[tracer.Traced | None, list[str]]:
+    """The first run of a model that will do, what others have changed is put back; and where runs
+    have asked for the numbers in a tensor."""
+    asked: list[str] = []
     for way in tracer.WAYS:
-        try:
-            traced = tracer.trace(model, args, kwargs, way)
-        except tracer.Asks as error:
-            traced, asked = None, error.line
+        traced = tracer.trace(model, args, kwargs, way, asked)
         if traced is not None:
             return traced, asked
         held.restore()
@@ -179,11 +174,11 @@ def by_torch(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    asked: str | None = None,
+    asked: Sequence[str] = (),
 ) -> tuple[Exported, list[str]]:
     """:func:`export`, by torch.export, and the names of the state that a call has changed.
 
-    ``asked`` is where the model has asked for the numbers in a tensor in a run before.
+    ``asked`` are lines of runs before, at which the model has asked for the numbers in a tensor.
     """
     from torch.export.graph_signature import InputKind
 
@@ -195,8 +190,8 @@ def by_torch(
     except Exception as error:
         if "data-dependent" in str(error):
             raise CannotImport(f"{name} {_asks(str(error))}") from error
-        if asked is not None:
-            raise CannotImport(f"{name} {_asks(asked)}") from error
+        if asked:
+            raise CannotImport(f"{name} {_asks(asked[-1])}") from error
         raise CannotImport(f"{name} cannot be exported: {_export_failure(error)}") from error
     if changes.arguments:
         raise CannotImport(f"{name} changes its arguments, which a graph does not")

@@ -624,11 +624,15 @@ def _compiler_aside() -> Iterator[None]:
 
 
 def trace(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], way: Sequence[str] = ()
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    way: Sequence[str] = (),
+    asked: list[str] | None = None,
 ) -> Traced | None:
     """``model`` called so, in one of the ``WAYS``; None where it is not for this. Raises
-    :class:`Writes` where that is because it writes over what it holds, :class:`Foreign`, and
-    :class:`Asks`.
+    :class:`Writes` where that is because it writes over what it holds, and :class:`Foreign`. Where
+    it asks for the numbers in a tensor is put into ``asked``.
 
     What a model compiles within itself, control flow among it, must not meet the modes of the run:
     that would stay in the compiler's caches. So the compiler is kept out while it is not there
@@ -639,9 +643,11 @@ def trace(
     try:
         with _saying(way):
             return _traced(model, args, kwargs)
-    except (Writes, Foreign, Asks):
+    except (Writes, Foreign):
         raise
     except Exception as error:  # whatever it is, torch.export is to say so
+        if isinstance(error, Asks) and asked is not None:
+            asked.append(error.line)
         _log.debug("%s is not traced: %s: %s", type(model).__name__, type(error).__name__, error)
         return None
 
@@ -654,7 +660,7 @@ def _traced(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             traced = Traced(model, args, kwargs)
             if not guard.asked:  # else the model may have caught that there is none
                 return traced
-        except (Writes, Foreign, Asks):
+        except (Writes, Foreign):
             raise
         except Exception:
             if not guard.asked:

@@ -181,13 +181,20 @@ def _of_linear(a: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def _of_grouped(a: Mapping[str, Any]) -> torch.Tensor | None:
-    """The product of groups of rows, in rows; torch pads them to what its kernel aligns."""
-    x, y = a["self"], a["mat2"]
-    if (x.dim(), y.dim()) != (2, 3) or x.shape[1] != y.shape[1] or x.dtype != y.dtype:
+    """The product of groups: of rows, of columns, of terms, or of whole matrices.
+
+    In rows without gaps; torch's own pads them, and has no form for other dtypes than bfloat16."""
+    x, y, ends = a["self"], a["mat2"], a["offs"]
+    ranks = x.dim(), y.dim()
+    if ranks not in ((2, 2), (2, 3), (3, 2), (3, 3)) or (ends is None) != (ranks == (3, 3)):
         return None
-    if a["offs"] is None or a["bias"] is not None or a["out_dtype"] is not None:
+    if x.dtype != y.dtype or x.shape[-1] != y.shape[-2]:
         return None
-    return torch.empty((x.shape[0], y.shape[2]), dtype=x.dtype, device="meta")
+    if a["bias"] is not None or a["out_dtype"] is not None:
+        return None
+    of = {(2, 2): ends, (3, 3): x}.get(ranks)
+    groups = () if of is None else of.shape[:1]
+    return torch.empty((*groups, x.shape[-2], y.shape[-1]), dtype=x.dtype, device="meta")
 
 
 def _of_adaptive(rank: int) -> Form:

@@ -36,8 +36,8 @@ def random_inputs(
     from 2^(power - 2) to 2^power, but for single numbers, which might hide others. A boolean mask
     of attention hides nothing, a quarter of its rows and of its keys is padding where it takes
     lengths, and its gradient is given the o and lse that belong to the q, k and v. What quantize
-    divides by is over 0.5; groups have any number of rows; int32 sums of int8 products are within 100. What torch's ops read at an
-    index is there.
+    divides by is over 0.5; int32 sums of int8 products are within 100. What torch's ops read at an
+    index is there. Groups of rows are of any number, none among them.
     """
     generator = torch.Generator(device).manual_seed(seed)
     ops = {node.op for node in spec.nodes}

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-
 from tests.samples.case import (
     BF16,
     F16,
@@ -250,7 +249,11 @@ def grouped() -> Iterator[Case]:
     for dtype in (F16, BF16, F32):
         yield _grouped_case("plain", (9, 16, 31, 40), dtype)
         yield _grouped_case(
-            "of_linear_layers", (9, 16, 31, 40), dtype, y_at=(384, 1, 24), note="(G, N, K) in memory"
+            "of_linear_layers",
+            (9, 16, 31, 40),
+            dtype,
+            y_at=(384, 1, 24),
+            note="(G, N, K) in memory",
         )
         yield _grouped_case("empty_groups", (0, 9, 9, 40, 40), dtype)
         yield _grouped_case("odd_sizes", (3, 7, 9), dtype, (9, 13, 7))
