@@ -56,6 +56,9 @@ def _looping(ask: Callable[[], Any]) -> dict[str, Any]:
 class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs torch's products of groups of rows in float64 too, for which torch has no kernel."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # to be hidden from dynamo imports it

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...graph.value import Value
+from ...ops import meta as forms
 from .base import Arguments, Rule, Skip
 
 if TYPE_CHECKING:
@@ -67,7 +69,58 @@ def _fallback_backward(c: Importer, a: Arguments) -> tuple[Value, Value]:
     return dx, c.g.grouped_matmul_wgrad(c.value(a["input"]), dy, ends)
 
 
-RULES: dict[str, Rule] = {"_grouped_mm": _grouped_mm}
+def _cumsum(c: Importer, a: Arguments) -> Any:
+    """The ends of groups that are counted by a histogram of sorted numbers: how many of these are
+    at most each number. One step in the place of a cast, the histogram, and the sums."""
+    counted = _bins(c.node.args[0])
+    made = c.node.meta["val"]
+    if counted is None or made.dim() != 1 or made.dtype != torch.int32:
+        raise Skip
+    numbers, bins = counted
+    each = torch.arange(bins, dtype=numbers.meta["val"].dtype, device=c.device)
+    form = {"out_int32": True, "right": True}
+    name = "aten.searchsorted.Tensor"
+    return c.left_to_torch(name, [c.env[numbers], each], form, c.node, image=False)
+
+
+def _bins(node: Any) -> tuple[torch.fx.Node, int] | None:
+    """The sorted numbers that a histogram counts one by one, none of them below zero, and how many
+    numbers it counts; None for another node."""
+    if not isinstance(node, torch.fx.Node) or forms.op_name(node) != "histc":
+        return None
+    given = forms.bind_arguments(node.target, node.args, node.kwargs)
+    bins = given["bins"]
+    if bins < 2 or (given["min"], given["max"]) != (0, bins - 1):
+        return None
+    numbers = _source(given["self"], "_to_copy")
+    if numbers.target is not operator.getitem or numbers.args[1] != 0:
+        return None
+    sort: Any = numbers.args[0]
+    made = numbers.meta["val"]
+    if forms.op_name(sort) != "sort" or made.dim() != 1 or made.is_floating_point():
+        return None
+    sorting = forms.bind_arguments(sort.target, sort.args, sort.kwargs)
+    return (numbers, bins) if not sorting["descending"] and _are_places(sort.args[0]) else None
+
+
+def _source(node: torch.fx.Node, *names: str) -> torch.fx.Node:
+    """What a node is made of by ops of these names alone."""
+    while forms.op_name(node) in names and isinstance(node.args[0], torch.fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _are_places(node: torch.fx.Node) -> bool:
+    """Whether whole numbers are places of elements, which begin at zero."""
+    node = _source(node, *forms.RESHAPES, *forms.IDENTITIES)
+    if forms.op_name(node) in ("cat", "stack"):
+        return all(isinstance(x, torch.fx.Node) and _are_places(x) for x in node.args[0])
+    if node.target is operator.getitem:
+        return node.args[1] == 1 and forms.op_name(node.args[0]) in ("topk", "max", "min", "sort")
+    return forms.op_name(node) in ("argmax", "argmin", "argsort")
+
+
+RULES: dict[str, Rule] = {"_grouped_mm": _grouped_mm, "cumsum": _cumsum}
 
 #: Ops of other libraries, by their full names.
 FOREIGN: dict[str, Rule] = {

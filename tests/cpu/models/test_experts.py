@@ -127,6 +127,56 @@ def test_experts_in_16_bits(batch: tuple[int, int]) -> None:
     numerics.check(fused(x), exact, torch.bfloat16, own)
 
 
+def test_ends_are_found_among_the_sorted_choices() -> None:
+    """In one step, where a histogram and its sums are four."""
+    fused = cg.fuse(Experts(16, 24, 4, 2).eval(), torch.randn(2, 5, 16))
+    assert "aten.searchsorted.Tensor" in torchs(fused)
+    assert not {"aten.histc.default", "aten.cumsum.default"} & torchs(fused)
+
+
+class Counted(nn.Module):
+    """Sums of a histogram, of what may be something else than sorted choices."""
+
+    def __init__(self, bins: int, least: int, most: int, kind: str) -> None:
+        super().__init__()
+        self.counts, self.kind = (bins, least, most), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = {
+            "choices": lambda: x.argmax(-1).sort().values,
+            "descending": lambda: x.argmax(-1).sort(descending=True).values,
+            "not sorted": lambda: x.argmax(-1),
+            "any numbers": lambda: (x[:, 0] * 3).long().sort().values,
+            "above zero": lambda: x.argmax(-1).clamp(1).sort().values,
+        }[self.kind]()
+        return torch.histc(numbers.float(), *self.counts).cumsum(0, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("bins", "least", "most", "kind", "found"),
+    [
+        (6, 0, 5, "choices", True),
+        (4, 0, 3, "choices", True),  # of six
+        (6, 1, 6, "choices", False),
+        (3, 0, 5, "choices", False),
+        (1, 0, 0, "choices", False),
+        (6, 0, 5, "descending", False),
+        (6, 0, 5, "not sorted", False),
+        (6, 0, 5, "any numbers", False),
+        (6, 0, 5, "above zero", False),
+    ],
+)
+def test_sums_of_a_histogram(bins: int, least: int, most: int, kind: str, found: bool) -> None:
+    model = Counted(bins, least, most, kind).eval()
+    x = torch.randn(40, 6)
+    fused = cg.fuse(model, x)
+    assert ("aten.searchsorted.Tensor" in torchs(fused)) == found
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(40, 6)
+        assert torch.equal(fused(x), model(x))
+
+
 def test_a_model_with_torchs_products_is_checked_in_float64() -> None:
     """torch has no product of groups in float64."""
     model, x = Experts(16, 24, 4, 2).eval(), torch.randn(2, 5, 16)
