@@ -87,10 +87,10 @@ def _rows(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 def _takes(y: torch.Tensor) -> bool:
     """Whether the kernel takes matrices as they lie in memory, in rows or in columns."""
-    steps = {y.stride(1), y.stride(2)}
-    rows = max(steps) >= min(y.shape[1:]) and 1 in steps
-    even = all(size == _even(size) for size in y.shape[1:])
-    return rows and even and _is_aligned(y, y.stride(0), max(steps))
+    (_, k, n), (groups, row, column) = y.shape, y.stride()
+    in_rows, in_columns = column == 1 and row >= n, row == 1 and column >= k
+    even = (k, n) == (_even(k), _even(n))
+    return (in_rows or in_columns) and even and _is_aligned(y, groups, max(row, column))
 
 
 def _is_aligned(x: torch.Tensor, *strides: int) -> bool:

@@ -95,12 +95,15 @@ def _bins(node: Any) -> tuple[torch.fx.Node, int] | None:
     numbers = _source(given["self"], "_to_copy")
     if numbers.target is not operator.getitem or numbers.args[1] != 0:
         return None
-    sort: Any = numbers.args[0]
-    made = numbers.meta["val"]
-    if forms.op_name(sort) != "sort" or made.dim() != 1 or made.is_floating_point():
+    sort, made = numbers.args[0], numbers.meta["val"]
+    if not isinstance(sort, torch.fx.Node) or forms.op_name(sort) != "sort":
+        return None
+    if made.dim() != 1 or made.is_floating_point():
         return None
     sorting = forms.bind_arguments(sort.target, sort.args, sort.kwargs)
-    return (numbers, bins) if not sorting["descending"] and _are_places(sort.args[0]) else None
+    if sorting["descending"] or not _are_places(sorting["self"]):
+        return None
+    return numbers, bins
 
 
 def _source(node: torch.fx.Node, *names: str) -> torch.fx.Node:
@@ -113,10 +116,12 @@ def _source(node: torch.fx.Node, *names: str) -> torch.fx.Node:
 def _are_places(node: torch.fx.Node) -> bool:
     """Whether whole numbers are places of elements, which begin at zero."""
     node = _source(node, *forms.RESHAPES, *forms.IDENTITIES)
+    of: Any = node.args[0] if node.args else None
     if forms.op_name(node) in ("cat", "stack"):
-        return all(isinstance(x, torch.fx.Node) and _are_places(x) for x in node.args[0])
+        return all(isinstance(each, torch.fx.Node) and _are_places(each) for each in of)
     if node.target is operator.getitem:
-        return node.args[1] == 1 and forms.op_name(node.args[0]) in ("topk", "max", "min", "sort")
+        second = node.args[1:] == (1,)
+        return second and forms.op_name(of) in ("topk", "max", "min", "sort")
     return forms.op_name(node) in ("argmax", "argmin", "argsort")
 
 
