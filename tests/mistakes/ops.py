@@ -119,7 +119,7 @@ OPS = [
         "grouped_terms",
         grouped(
             "y 'y' (4, 16, 24) has matrices of 16 rows, x 'x' (40, 24) has 24 columns",
-            "y (4, 24, N)",
+            "y (G, 24, N)",
             "transpose the last two dims of y",
             y=(4, 16, 24),
         ),
