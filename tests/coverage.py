@@ -101,6 +101,7 @@ ROWS = (
     Row("norms", "the same by `group_affine`, for inference", "^group_affine-"),
     Row("norms", "`batch_norm_train`, activation behind", "^batch_norm_train-"),
     Row("products", "`matmul`, `linear` + bias, activation, residual", "^(matmul|view-linear)"),
+    Row("products", "`grouped_matmul`: experts", "^grouped_matmul-"),
     Row("products", "`mlp`: Linear → activation → Linear, SwiGLU, GeGLU", "^view-(mlp|swiglu)"),
     Row("attention", "full, causal, bottom-right; grouped heads", "^sdpa-"),
     Row("attention", "sliding window", "^sdpa-window"),
@@ -148,6 +149,7 @@ ROWS = (
 # Cases of the ops of gradients: the names by which they are put into rows, and whether they are
 # gradients. Their marks are not counted: most compute the forward as well.
 _GRADIENTS = (
+    (r"grouped_wgrad", "grouped_matmul-", True),
     (r"wgrad_", "conv_bias_act-", True),
     (r"packed_attention_", "sdpa_varlen-", True),
     (r"attention_", "sdpa-", True),

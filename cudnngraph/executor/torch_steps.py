@@ -30,6 +30,7 @@ from ..rewrite.annotate import BOUNDED, marks
 from ..rewrite.packed import prefers_flash
 from . import reference
 from .copies import concatenated, copied, form_of, roll_shifts, rolled
+from .grouped import run_grouped
 from .linear import run_linear
 
 Tensors = Sequence[torch.Tensor]
@@ -394,6 +395,8 @@ def _single(spec: GraphSpec, device: torch.device) -> Run | None:
         return _run_instance_norm_backward(spec, nodes[0], device)
     if len(nodes) == 1 and nodes[0].op == "sdpa_varlen":
         return _run_packed(spec, nodes[0], device)
+    if len(nodes) == 1 and OPS[nodes[0].op].has("grouped"):
+        return run_grouped(spec, nodes[0], device)
     if len(nodes) == 1 and nodes[0].op == "group_affine":
         return _run_group_affine(spec, nodes[0], device)
     if len(nodes) != 1 or len(nodes[0].results) != 1:

@@ -26,6 +26,25 @@ class LinearMethods(ShapeMethods, PointwiseMethods):
         """
         return self._one("matmul", x, y, name=name)
 
+    def grouped_matmul(self, x: Value, y: Value, ends: Value, *, name: str | None = None) -> Value:
+        """Product of each group of rows with a matrix of its own (torch's grouped_mm).
+
+        x (M, K), whose rows lie group behind group; y (G, K, N) of the same dtype; ends (G,) int32,
+        the number of rows up to the end of each group → (M, N), contiguous. A group may be empty.
+        Rows behind the last end are zeros. Ends that fall, or that go beyond M, are a mistake.
+        """
+        return self._one("grouped_matmul", x, y, ends, name=name)
+
+    def grouped_matmul_wgrad(
+        self, x: Value, dy: Value, ends: Value, *, name: str | None = None
+    ) -> Value:
+        """Gradient of the matrices of :meth:`grouped_matmul`: x^T dy of each group of rows.
+
+        x (M, K) and dy (M, N) of one dtype; ends (G,) int32 → (G, K, N), contiguous. The matrix of
+        an empty group is zeros.
+        """
+        return self._one("grouped_matmul_wgrad", x, dy, ends, name=name)
+
     # -- quantisation --------------------------------------------------------------------------
 
     def dequantize(

@@ -127,6 +127,22 @@ class Bound:
                 results[place] = self._cut(place, result, sizes.get(place, {}), reuse)
         return results
 
+    @property
+    def routes(self) -> bool:
+        """Whether whole numbers that are computed of floats say what is computed with what, as the
+        choice of an expert does: where two floats are near each other, a rounding decides."""
+        spec = self.imported.spec
+        if spec is None:
+            return False
+        read = {name for node in spec.nodes for name in node.operands}
+        kinds = {name: tensor.dtype for name, tensor in spec.tensors.items()}
+        return any(
+            kinds[name] in (torch.int32, torch.int64) and name in read
+            for node in spec.nodes
+            if any(kinds[operand].is_floating_point for operand in node.operands)
+            for name in node.results
+        )
+
     def _cut(
         self, place: int, result: torch.Tensor, sizes: Mapping[int, int], reuse: bool
     ) -> torch.Tensor:

@@ -45,12 +45,13 @@ from .aten_ops import (
     meant,
 )
 from .bands import Band
+from .experts import ONE_SHAPE
 from .export import HasGraph, export, last_line
 from .frames import frame_of, is_frame
 from .results import Result, results_of
 from .rules.base import Arguments, Rule, Skip, gives_many, reads, spread
 from .rules.norm import Norm, norm_of
-from .rules.table import RULES
+from .rules.table import rule_of
 from .siblings import join_siblings
 from .simplify import simplify
 
@@ -335,10 +336,10 @@ class Importer:
             if isinstance(seen, torch.Tensor):
                 self._known_shape(seen)
             elif isinstance(seen, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                raise self._refused("its result depends on the numbers in a tensor")
+                raise self._refused(f"its result depends on the numbers in a tensor; {ONE_SHAPE}")
         if args and isinstance(args[0], Value) and self.packed(args[0]) and is_frame(node):
             return args[0]  # convolutions alone read it, and set the frame themselves
-        rule = RULES.get(target.overloadpacket)
+        rule = rule_of(target)
         if rule is not None:
             made = self._by_rule(rule, node, target, args, kwargs)
             if made is not None:
@@ -613,7 +614,8 @@ class Importer:
 
     def _known_shape(self, seen: torch.Tensor) -> None:
         if any(not isinstance(size, int) for size in (*seen.shape, *seen.stride())):
-            raise self._refused("the shape of its result depends on the numbers in a tensor")
+            what = "the shape of its result depends on the numbers in a tensor"
+            raise self._refused(f"{what}; {ONE_SHAPE}")
 
     def _line(self, node: torch.fx.Node) -> str:
         """The line of the model that an op comes from, "" where torch does not say."""

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ..errors import CannotImport
 from ..runtime.state import Held, check_kept
 from . import trace as tracer
+from .experts import ONE_SHAPE, by_groups
 
 _TORCH = Path(torch.__file__).parent
 
@@ -50,12 +51,17 @@ def export(
     Raises :class:`CannotImport` for a model that changes its state or its inputs, and for one
     whose ops depend on the numbers in its tensors. The model is left as it was.
     """
+    with by_groups(model):
+        return _exported(model, args, kwargs)
+
+
+def _exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Exported:
     held = Held(model)
     try:
         with _exporting():
-            traced = _traced(model, args, kwargs or {}, held)
+            traced, asked = _traced(model, args, kwargs or {}, held)
             if traced is None:
-                made, changed = by_torch(model, args, kwargs)
+                made, changed = by_torch(model, args, kwargs, asked=asked)
             else:
                 names = tuple(traced.placeholders)
                 made = Exported(traced, traced.constants, names, traced.out_spec)
@@ -76,14 +82,16 @@ def export(
 
 def _traced(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], held: Held
-) -> tracer.Traced | None:
-    """The first run of a model that will do; what others have changed is put back."""
+) -> tuple[tracer.Traced | None, list[str]]:
+    """The first run of a model that will do, what others have changed is put back; and where runs
+    have asked for the numbers in a tensor."""
+    asked: list[str] = []
     for way in tracer.WAYS:
-        traced = tracer.trace(model, args, kwargs, way)
+        traced = tracer.trace(model, args, kwargs, way, asked)
         if traced is not None:
-            return traced
+            return traced, asked
         held.restore()
-    return None
+    return None, asked
 
 
 def foreign(model: nn.Module, kind: str, *, gives: bool) -> str:
@@ -162,9 +170,16 @@ def _watched(model: nn.Module) -> Iterator[_Changes]:
 
 
 def by_torch(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    asked: Sequence[str] = (),
 ) -> tuple[Exported, list[str]]:
-    """:func:`export`, by torch.export, and the names of the state that a call has changed."""
+    """:func:`export`, by torch.export, and the names of the state that a call has changed.
+
+    ``asked`` are lines of runs before, at which the model has asked for the numbers in a tensor.
+    """
     from torch.export.graph_signature import InputKind
 
     name = type(model).__name__
@@ -174,7 +189,9 @@ def by_torch(
             program = program.run_decompositions({})
     except Exception as error:
         if "data-dependent" in str(error):
-            raise CannotImport(f"{name} {_asks(model, error)}") from error
+            raise CannotImport(f"{name} {_asks(str(error))}") from error
+        if asked:
+            raise CannotImport(f"{name} {_asks(asked[-1])}") from error
         raise CannotImport(f"{name} cannot be exported: {_export_failure(error)}") from error
     if changes.arguments:
         raise CannotImport(f"{name} changes its arguments, which a graph does not")
@@ -201,14 +218,11 @@ def by_torch(
     return made, changes.state
 
 
-def _asks(model: nn.Module, error: Exception) -> str:
+def _asks(trace: str) -> str:
     """What is to be said of a model whose ops depend on numbers, and the mend."""
-    where = last_line(str(error))
-    mend = "choose with torch.where among results of one shape"
-    if callable(getattr(model, "set_experts_implementation", None)):  # as transformers calls it
-        mend = "for experts call model.set_experts_implementation('grouped_mm'); else " + mend
+    where = last_line(trace)
     at = f" ({where})" if where else ""
-    return f"asks for the numbers in a tensor, which a graph does not{at}; {mend}"
+    return f"asks for the numbers in a tensor, which a graph does not{at}; {ONE_SHAPE}"
 
 
 def _export_failure(error: Exception) -> str:

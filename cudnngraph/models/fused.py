@@ -145,7 +145,7 @@ class Fused(StandIn):
         if not errors:
             wanted = self._wanted(self._call(args, kwargs))
             try:
-                errors = wanted.check(form.bound.executable, flat(results)[0])
+                errors = self._checked(wanted, form, results)
             except WrongResult as error:
                 if not self.report.folded:
                     raise
@@ -159,8 +159,7 @@ class Fused(StandIn):
         self.refresh()
         self.report = None
         results = self(*args, **kwargs)
-        form = next(reversed(self._forms.values()))
-        errors = wanted.check(form.bound.executable, flat(results)[0])
+        errors = self._checked(wanted, next(reversed(self._forms.values())), results)
         _log.info("%s: norms are not folded into weights, since then %s", self._name, error)
         return errors
 
@@ -182,6 +181,12 @@ class Fused(StandIn):
         """What the model gives for a call."""
         arguments = self._options.cast(call.arguments())
         return Wanted(self.unfused, arguments, wide=self._check)
+
+    @staticmethod
+    def _checked(wanted: Wanted, form: Form, results: Any) -> Errors:
+        """The errors of a form's results, and of the model itself."""
+        bound = form.bound
+        return wanted.check(bound.executable, flat(results)[0], routes=bound.routes)
 
     # -- forms -------------------------------------------------------------------------------------
 
@@ -264,8 +269,7 @@ class Fused(StandIn):
     def _compare(self, form: Form, call: Call) -> None:
         """Raise :class:`WrongResult` if a form gives other results than the model."""
         self._cut(form, call)
-        wanted = self._wanted(call)
-        wanted.check(form.bound.executable, flat(form.run(call, reuse=True))[0])
+        self._checked(self._wanted(call), form, form.run(call, reuse=True))
 
     def _cut(self, form: Form, call: Call) -> None:
         """Find how results of a padded call are cut, and check that padding changes nothing."""
@@ -300,7 +304,7 @@ class Fused(StandIn):
                 "attends to it, averages over it or takes the last position. Give a mask that "
                 "hides it (attention_mask, in dynamic= too), or leave the argument out of dynamic="
             ) from error
-        return wanted.check(executable, flat(form.run(call, reuse=True))[0])
+        return self._checked(wanted, form, form.run(call, reuse=True))
 
     def _check_shorter(self, form: Form, call: Call) -> None:
         """Compare a call of which more is padding, if the model takes one so short."""

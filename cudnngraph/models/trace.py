@@ -100,6 +100,14 @@ class Foreign(Untraceable):
         self.kind, self.gives = type(leaf).__name__, gives
 
 
+class Asks(Untraceable):
+    """It asks for the numbers in a tensor, at a ``line`` of a traceback."""
+
+    def __init__(self, op: Any, line: str) -> None:
+        super().__init__(f"{op} depends on the numbers in a tensor")
+        self.line = line
+
+
 class MetaTensor(torch.Tensor):
     """A tensor of some device without memory: ``meta`` has the same form on torch's meta device.
 
@@ -357,8 +365,13 @@ class Traced:
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
             return self._from_numbers(op, args, kwargs)
         args, kwargs = pytree.tree_map(form, (args, kwargs))
-        with _no_modes():
-            return forms.infer(op, *args, **kwargs), devices[0]
+        try:
+            with _no_modes():
+                return forms.infer(op, *args, **kwargs), devices[0]
+        except (RuntimeError, NotImplementedError) as error:
+            if _OF_NUMBERS & {*op.tags}:
+                raise Asks(op, _line()) from error
+            raise
 
     def _from_numbers(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
         """The form and the device of the result of an op without tensors; the op is run."""
@@ -377,6 +390,10 @@ class Traced:
         node = self.graph.call_function(op, args, kwargs)
         node.meta["stack_trace"] = _line()
         return node
+
+
+#: Of ops whose result, or its shape, depends on numbers.
+_OF_NUMBERS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 # -- helpers -------------------------------------------------------------------------------------
@@ -607,10 +624,15 @@ def _compiler_aside() -> Iterator[None]:
 
 
 def trace(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], way: Sequence[str] = ()
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    way: Sequence[str] = (),
+    asked: list[str] | None = None,
 ) -> Traced | None:
     """``model`` called so, in one of the ``WAYS``; None where it is not for this. Raises
-    :class:`Writes` where that is because it writes over what it holds, and :class:`Foreign`.
+    :class:`Writes` where that is because it writes over what it holds, and :class:`Foreign`. Where
+    it asks for the numbers in a tensor is put into ``asked``.
 
     What a model compiles within itself, control flow among it, must not meet the modes of the run:
     that would stay in the compiler's caches. So the compiler is kept out while it is not there
@@ -624,6 +646,8 @@ def trace(
     except (Writes, Foreign):
         raise
     except Exception as error:  # whatever it is, torch.export is to say so
+        if isinstance(error, Asks) and asked is not None:
+            asked.append(error.line)
         _log.debug("%s is not traced: %s: %s", type(model).__name__, type(error).__name__, error)
         return None
 

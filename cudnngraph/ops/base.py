@@ -87,6 +87,7 @@ Rule = Callable[[Tensors, Mapping[str, Any]], "torch.Tensor | tuple[torch.Tensor
 #:   ``activation_gradient`` stand alone.
 #: - ``packed``: sequences lie one behind the other. ``paged``: keys and values lie in pages.
 #: - ``multiplies``: sums up products of its operands. ``adds_up``: sums up without products.
+#: - ``grouped``: rows lie group behind group, and end where the operand ``ends`` says.
 #: - ``across_images``: its result for one image depends on the others.
 #: - ``own_data``: its result keeps its dtype, whatever the dtype of what it reads.
 #: - ``holds_sizes``: its attributes have sizes of tensors in them.
@@ -107,6 +108,7 @@ Trait = Literal[
     "paged",
     "multiplies",
     "adds_up",
+    "grouped",
     "across_images",
     "own_data",
     "holds_sizes",

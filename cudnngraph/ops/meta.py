@@ -180,6 +180,23 @@ def _of_linear(a: Mapping[str, Any]) -> torch.Tensor | None:
     return torch.empty(shape, dtype=x.dtype, device="meta") if x.dtype == weight.dtype else None
 
 
+def _of_grouped(a: Mapping[str, Any]) -> torch.Tensor | None:
+    """The product of groups: of rows, of columns, of terms, or of whole matrices.
+
+    In rows without gaps; torch's own pads them, and has no form for other dtypes than bfloat16."""
+    x, y, ends = a["self"], a["mat2"], a["offs"]
+    ranks = x.dim(), y.dim()
+    if ranks not in ((2, 2), (2, 3), (3, 2), (3, 3)) or (ends is None) != (ranks == (3, 3)):
+        return None
+    if x.dtype != y.dtype or x.shape[-1] != y.shape[-2]:
+        return None
+    if a["bias"] is not None or a["out_dtype"] is not None:
+        return None
+    of = {(2, 2): ends, (3, 3): x}.get(ranks)
+    groups = () if of is None else of.shape[:1]
+    return torch.empty((*groups, x.shape[-2], y.shape[-1]), dtype=x.dtype, device="meta")
+
+
 def _of_adaptive(rank: int) -> Form:
     def rule(a: Mapping[str, Any]) -> torch.Tensor | None:
         x, sizes = a["self"], list(a["output_size"])
@@ -225,6 +242,7 @@ FORMS: Mapping[str, Form] = {
         )
     },
     "aten::linear": _of_linear,
+    "aten::_grouped_mm": _of_grouped,
     "aten::mean": _of_mean,
     "aten::embedding": _of_embedding,
     "aten::scaled_dot_product_attention": _of_attention,

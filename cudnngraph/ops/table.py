@@ -44,7 +44,8 @@ _FAMILIES = (
 
 #: The order of the documentation; an op that is not here follows behind.
 _ORDER = (
-    *("conv", "conv_transpose", "matmul", "layer_norm", "rms_norm", "normalize", "sdpa"),
+    *("conv", "conv_transpose", "matmul", "grouped_matmul", "grouped_matmul_wgrad"),
+    *("layer_norm", "rms_norm", "normalize", "sdpa"),
     *("sdpa_paged", "sdpa_varlen", "sdpa_varlen_backward", "ragged_offsets", "sdpa_fp8"),
     *("conv_wgrad", "layer_norm_backward", "rms_norm_backward", "sdpa_backward"),
     *("batch_norm_train", "batch_norm_backward", "instance_norm", "instance_norm_backward"),

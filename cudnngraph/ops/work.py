@@ -30,6 +30,10 @@ def flops_of_node(spec: GraphSpec, node: Node) -> int:
     result = spec.tensors[node.results[0]].shape
     if node.op == "matmul":
         return 2 * numel(result) * shapes[0][-1]
+    if node.op == "grouped_matmul":
+        return 2 * numel(result) * shapes[0][1]
+    if node.op == "grouped_matmul_wgrad":
+        return 2 * numel(shapes[0]) * shapes[1][1]
     if node.op == "conv":
         return 2 * numel(result) * numel(shapes[1][1:])
     if node.op == "conv_transpose":

@@ -218,7 +218,7 @@ class Expected:
     def _draws(self) -> list[tuple[list[Any], list[Any] | None]]:
         """The results for inputs that are a rounding away, and those in float64."""
         return [
-            (self._ran([_moved(each, seed) for each in self._inputs], None), self.exact)
+            (self._ran([moved(each, seed) for each in self._inputs], None), self.exact)
             for seed in range(DRAWS)
         ]
 
@@ -292,7 +292,7 @@ def expected(subject: str, run: Run, inputs: Sequence[Any]) -> Expected | None:
         return None
 
 
-def _moved(value: Any, seed: int) -> Any:
+def moved(value: Any, seed: int) -> Any:
     """A tensor whose numbers are about a rounding away; else what is given."""
     if not isinstance(value, torch.Tensor) or value.dtype not in _FLOATS:
         return value

@@ -55,7 +55,7 @@ def _torch_allows_tf32(spec: GraphSpec) -> bool:
     allowed = []
     if any(row.has("convolution") for row in rows):
         allowed.append(tf32.in_convolutions())
-    if any(row.name == "matmul" or row.has("attention") for row in rows):
+    if any(row.name == "matmul" or row.has("grouped") or row.has("attention") for row in rows):
         allowed.append(tf32.in_matmuls())
     return bool(allowed) and all(allowed)
 

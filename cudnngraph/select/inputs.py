@@ -37,7 +37,7 @@ def random_inputs(
     of attention hides nothing, a quarter of its rows and of its keys is padding where it takes
     lengths, and its gradient is given the o and lse that belong to the q, k and v. What quantize
     divides by is over 0.5; int32 sums of int8 products are within 100. What torch's ops read at an
-    index is there.
+    index is there. Groups of rows are of any number, none among them.
     """
     generator = torch.Generator(device).manual_seed(seed)
     ops = {node.op for node in spec.nodes}
@@ -79,6 +79,11 @@ def random_inputs(
         if OPS[node.op].has("attention"):
             _set_lengths(spec, node, given)
             _set_scales(node, given)
+        if OPS[node.op].has("grouped") and node.operands[2] in given:
+            rows, ends = spec.tensors[node.operands[0]].shape[0], given[node.operands[2]]
+            drawn = torch.randint(rows + 1, ends.shape, generator=generator, device=device)
+            ends.copy_(drawn.sort().values)
+            ends[-1:] = rows
         if OPS[node.op].has("packed"):
             _set_sequences(spec, node, given)
         if OPS[node.op].has("attention_gradient"):

@@ -254,8 +254,8 @@ def _reads(view: Item, source: Item, home: dict[str, Item]) -> bool:
 
 
 def _path_outside(source: Item, item: Item, between: Sequence[Item], home: dict[str, Item]) -> bool:
-    """Whether something elsewhere reads from one and is read by the other: it would have to run in
-    the middle of the kernel."""
+    """Whether something elsewhere reads from one, or from a view of it, and is read by the other:
+    it would have to run in the middle of the kernel."""
     inside = {id(source), id(item), *map(id, between)}
     seen: set[int] = set()
     stack = [item, *between]
@@ -265,7 +265,7 @@ def _path_outside(source: Item, item: Item, between: Sequence[Item], home: dict[
             for name in node.operands:
                 below = home.get(name)
                 if below is None or id(below) in inside or id(below) in seen:
-                    if below is source and id(each) not in inside:
+                    if id(below) in inside and id(each) not in inside:
                         return True
                     continue
                 seen.add(id(below))

@@ -68,6 +68,9 @@ def terms_of(spec: GraphSpec, node: Node) -> float:
     """About how many terms the sums of an op have."""
     if OPS[node.op].pointwise or OPS[node.op].view or not node.operands:
         return 1.0
+    if OPS[node.op].has("grouped"):  # columns, or the rows of a group: all of them at most
+        rows, columns = spec.tensors[node.operands[0]].shape
+        return max(1.0, columns if node.op == "grouped_matmul" else rows)
     read = sorted((spec.tensors[name].numel for name in node.operands), reverse=True)
     made = min(max(1, spec.tensors[name].numel) for name in node.results)
     # A product of M x K and K x N numbers makes M x N; else each number is read once.

@@ -62,6 +62,8 @@ METHODS: Mapping[str, Good] = {
     ),
     "rms_norm_backward": Good({"dy": ROWS, "x": ROWS, "weight": (8,), "inv_std": (2, 3, 1)}),
     "matmul": Good({"x": ROWS, "y": (8, 5)}),
+    "grouped_matmul": Good({"x": (7, 8), "y": (3, 8, 5), "ends": ((3,), I32)}),
+    "grouped_matmul_wgrad": Good({"x": (7, 8), "dy": (7, 5), "ends": ((3,), I32)}),
     "linear": Good({"x": ROWS, "weight": (5, 8)}),
     "swiglu": Good({"x": ROWS, "w_gate": (8, 5), "w_up": (8, 5)}),
     "geglu": Good({"x": ROWS, "w_gate": (8, 5), "w_up": (8, 5)}),

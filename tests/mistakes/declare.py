@@ -113,6 +113,26 @@ def product(
     return declare, ("matmul 'm1'", *says)
 
 
+def grouped(
+    *says: str,
+    x: tuple[int, ...] = (40, 24),
+    y: tuple[int, ...] = (4, 24, 16),
+    ends: tuple[int, ...] = (4,),
+    dtypes: tuple[torch.dtype, ...] = (F16, F16, torch.int32),
+) -> tuple[Callable[[cg.Graph], Any], tuple[str, ...]]:
+    """A product of groups of rows named 'g1' that is wrong somehow."""
+
+    def declare(g: cg.Graph) -> None:
+        shapes = {"x": x, "y": y, "ends": ends}
+        given = [
+            g.input(name, shape, dtype)
+            for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
+        ]
+        g.output("z", g.grouped_matmul(*given, name="g1"))
+
+    return declare, ("grouped_matmul 'g1'", *says)
+
+
 def trailing(
     op: str,
     *says: str,

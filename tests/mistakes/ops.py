@@ -11,6 +11,7 @@ from tests.mistakes.declare import (
     F16,
     F32,
     F64,
+    grouped,
     image,
     output_of,
     pointwise,
@@ -110,6 +111,32 @@ OPS = [
     (
         "matmul_number",
         pointwise(lambda g, x: x @ 2.0, "matmul", "y '", "has 0 dims"),
+    ),
+    # -- products of groups of rows
+    ("grouped_rank", grouped("x 'x' has 3 dims (2, 20, 24)", "2: (M, K)", x=(2, 20, 24))),
+    ("grouped_matrix", grouped("y 'y' has 2 dims (24, 16)", "3: (G, K, N)", y=(24, 16))),
+    (
+        "grouped_terms",
+        grouped(
+            "y 'y' (4, 16, 24) has matrices of 16 rows, x 'x' (40, 24) has 24 columns",
+            "y (G, 24, N)",
+            "transpose the last two dims of y",
+            y=(4, 16, 24),
+        ),
+    ),
+    (
+        "grouped_dtypes",
+        grouped("y 'y' is float32, x 'x' is float16", "convert y", dtypes=(F16, F32, torch.int32)),
+    ),
+    (
+        "grouped_ends_dtype",
+        grouped("ends 'ends' is int64", "int32", dtypes=(F16, F16, torch.int64)),
+    ),
+    (
+        "grouped_ends_shape",
+        grouped(
+            "ends 'ends' has shape (5,)", "(G,) = (4,), an end for each matrix of y", ends=(5,)
+        ),
     ),
     # -- pointwise
     (

@@ -180,6 +180,10 @@ TORCH = (
         "what moves elements and computes nothing is left to torch",
         lambda spec: bool(nodes_of(spec, "reshape", "transpose", "permute", "slice", "concat")),
     ),
+    Known(
+        "cuDNN has no products of groups of rows",
+        lambda spec: bool(nodes_of(spec, "grouped_matmul", "grouped_matmul_wgrad")),
+    ),
     Known("an op of torch runs by torch", lambda spec: bool(nodes_of(spec, "aten"))),
     Known(
         "cuDNN's Python frontend has no resampling",

@@ -96,6 +96,7 @@ def enumerate_cases() -> tuple[Case, ...]:
         *pointwise.pointwise(),
         *_gradients(),
         *quantize.quantized(),
+        *linear.grouped(),
     )
     ids = [case.id for case in cases]
     twice = sorted({name for name in ids if ids.count(name) > 1})

@@ -1,14 +1,16 @@
-"""Matmuls with epilogues."""
+"""Matmuls with epilogues, and products of groups of rows."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+import cudnngraph as cg
 from tests.samples.case import (
     BF16,
     F16,
@@ -20,6 +22,9 @@ from tests.samples.case import (
     Inputs,
     Layout,
     Shape,
+    Tensors,
+    exactly,
+    gradient_case,
     normal,
     table_case,
 )
@@ -183,3 +188,103 @@ def matmul() -> Iterator[Case]:
         eager=lambda t: {"z": F.silu(t["x"] @ t["y"]) * (t["x"] @ t["u"])},
         note="SwiGLU",
     )
+
+
+# -- groups of rows --------------------------------------------------------------------------------
+
+
+def _by_group(t: Tensors, one: Callable[[int, slice], torch.Tensor]) -> list[torch.Tensor]:
+    """What each group of rows gives, the empty ones too."""
+    ends = [0, *t["ends"].tolist()]
+    pairs = itertools.pairwise(ends)
+    return [one(group, slice(start, end)) for group, (start, end) in enumerate(pairs)]
+
+
+def _grouped_eager(t: Tensors) -> Tensors:
+    made = _by_group(t, lambda group, rows: t["x"][rows] @ t["y"][group])
+    left = t["x"].shape[0] - sum(len(rows) for rows in made)
+    return {"z": F.pad(torch.cat(made), (0, 0, 0, left))}
+
+
+def _grouped_case(
+    name: str,
+    ends: Sequence[int],
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int] = (40, 24, 16),
+    y_at: Layout = None,
+    note: str = "",
+    **more: Any,
+) -> Case:
+    rows, columns, made = sizes
+    inputs: Inputs = {
+        "x": ((rows, columns), dtype, None),
+        "y": ((len(ends), columns, made), dtype, y_at),
+        "ends": ((len(ends),), torch.int32, None),
+        **more.pop("others", {}),
+    }
+    return table_case(
+        "grouped_matmul",
+        name,
+        inputs,
+        more.pop("declare", lambda g, v: {"z": g.grouped_matmul(v["x"], v["y"], v["ends"])}),
+        more.pop("eager", _grouped_eager),
+        {"y": normal(1.0 / math.sqrt(columns)), "ends": exactly(ends)},
+        note,
+        terms=columns,
+    )
+
+
+def _swiglu_declared(g: cg.Graph, v: dict[str, cg.Value]) -> dict[str, cg.Value]:
+    inner = g.grouped_matmul(v["x"], v["y"], v["ends"])
+    opened = g.silu(g.slice(inner, 1, 0, 8)) * g.slice(inner, 1, 8, 16)
+    return {"z": g.grouped_matmul(opened, v["down"], v["ends"])}
+
+
+def _swiglu_eager(t: Tensors) -> Tensors:
+    gate, up = _grouped_eager(t)["z"].chunk(2, 1)
+    return _grouped_eager({**t, "x": F.silu(gate) * up, "y": t["down"]})
+
+
+def grouped() -> Iterator[Case]:
+    for dtype in (F16, BF16, F32):
+        yield _grouped_case("plain", (9, 16, 31, 40), dtype)
+        yield _grouped_case(
+            "of_linear_layers",
+            (9, 16, 31, 40),
+            dtype,
+            y_at=(384, 1, 24),
+            note="(G, N, K) in memory",
+        )
+        yield _grouped_case("empty_groups", (0, 9, 9, 40, 40), dtype)
+        yield _grouped_case("odd_sizes", (3, 7, 9), dtype, (9, 13, 7))
+    yield _grouped_case("plain", (4, 6, 11), F64, (11, 5, 3))
+    yield _grouped_case("rows_left", (9, 16, 20), BF16, note="rows behind the last end are zeros")
+    yield _grouped_case("one_row", (0, 1, 1), BF16, (1, 24, 16), note="one token that is decoded")
+    yield _grouped_case("one_group", (40,), F16)
+    yield _grouped_case("no_rows", (0, 0), F16, (0, 24, 16))
+    yield _grouped_case(
+        "swiglu",
+        (9, 16, 31, 40),
+        BF16,
+        others={"down": ((4, 8, 24), BF16, None)},
+        declare=_swiglu_declared,
+        eager=_swiglu_eager,
+        note="experts: both products, and the gate between them",
+    )
+    for dtype in (F16, BF16, F32):
+        yield _grouped_wgrad_case(dtype)
+
+
+def _grouped_wgrad_case(dtype: torch.dtype) -> Case:
+    def build() -> cg.Graph:
+        g = cg.Graph("grouped_wgrad")
+        x, dy = g.input("x", (40, 24), dtype), g.input("dy", (40, 16), dtype)
+        g.output("dw", g.grouped_matmul_wgrad(x, dy, g.input("ends", (5,), torch.int32)))
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        made = _by_group(t, lambda group, rows: t["x"][rows].t() @ t["dy"][rows])
+        return {"dw": torch.stack(made)}
+
+    fills = {"ends": exactly((0, 9, 16, 16, 40))}
+    return gradient_case("grouped_wgrad", dtype, build, eager, fills, terms=24)

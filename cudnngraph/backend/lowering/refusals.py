@@ -51,6 +51,11 @@ def no_group_norm(ctx: Context | None, node: Node) -> Any:
     raise Refused(f"{node.op}: cuDNN's norms have no groups of channels; a torch step")
 
 
+def no_groups(ctx: Context | None, node: Node) -> Any:
+    """The frontend's grouped products are kernels in Python of other packages, and none is here."""
+    raise Refused(f"{node.op}: cuDNN has no products of groups of rows; a torch step")
+
+
 REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (
     torch_only,
     torchs_own,
@@ -58,6 +63,7 @@ REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (
     no_resample,
     no_softmax,
     no_group_norm,
+    no_groups,
 )
 
 

@@ -1,4 +1,4 @@
-"""The gradient of the matrix product."""
+"""The gradients of matrix products."""
 
 from __future__ import annotations
 
@@ -42,6 +42,37 @@ def _matmul(ctx: Context) -> Gradients:
     return {"x": lambda: ctx.anchor("matmul", (ctx.dy, turned("y")))[0], "y": dweight}
 
 
+def _grouped_matmul(ctx: Context) -> Gradients:
+    """A product of the same groups; the matrices' lies in memory as the matrices do."""
+    wide, ends = ctx.build.wide, ctx["ends"]
+
+    def dx() -> Value:
+        turned = wide(ctx.g.transpose(ctx["y"], 1, 2))
+        return ctx.anchor("grouped_matmul", (ctx.dy, turned), ends)[0]
+
+    def dy() -> Value:
+        order = own_order(ctx.spec("y"))
+        if order.index(1) < order.index(2):
+            return ctx.anchor("grouped_matmul_wgrad", (ctx["x"], ctx.dy), ends)[0]
+        turned = ctx.anchor("grouped_matmul_wgrad", (ctx.dy, ctx["x"]), ends)[0]
+        return wide(ctx.g.transpose(turned, 1, 2))
+
+    return {"x": dx, "y": dy}
+
+
+def _grouped_matmul_wgrad(ctx: Context) -> Gradients:
+    """Products of the same groups with the matrices of dy."""
+    wide, ends = ctx.build.wide, ctx["ends"]
+    return {
+        "x": lambda: ctx.anchor(
+            "grouped_matmul", (ctx["dy"], wide(ctx.g.transpose(ctx.dy, 1, 2))), ends
+        )[0],
+        "dy": lambda: ctx.anchor("grouped_matmul", (ctx["x"], ctx.dy), ends)[0],
+    }
+
+
 RULES: Mapping[str, GradRule | NoGradient] = {
     "matmul": _matmul,
+    "grouped_matmul": _grouped_matmul,
+    "grouped_matmul_wgrad": _grouped_matmul_wgrad,
 }

@@ -300,6 +300,16 @@ def _of_two(sign: str, *types: str, made: str = "") -> TorchRule:
     return rule
 
 
+def _floor_divide(given: Given, result: TensorSpec) -> Value:
+    """Whole numbers by a positive one: what is left of the division has their sign."""
+    x, by = given["self"], given["other"]
+    if x.type not in _INTS or REGISTER[result.dtype] != x.type or _of_8_bits(x, result):
+        raise Refused("a division of other numbers than whole ones")
+    if type(by) is not int or not 0 < by < 1 << 31:
+        raise Refused("a division by another number than a positive whole one")
+    return mapped(lambda a: f"({a} / {by} - ({a} % {by} < 0))", x, type=x.type)
+
+
 def _of_8_bits(*tensors: Any) -> bool:
     """Whether whole numbers among these, or what they are made of, have 8 bits."""
     stack, seen = [each for each in tensors if isinstance(each, (Value, TensorSpec))], set[int]()
@@ -351,6 +361,7 @@ RULES: Mapping[str, TorchRule] = {
     "aten.cos.default": _function("cosf"),
     "aten._softmax.default": _along(softmax_along),
     "aten._log_softmax.default": _along(log_softmax_along),
+    "aten.floor_divide.default": _floor_divide,
     "aten.where.self": _where,
     "aten.where.ScalarSelf": _where,
     "aten.where.ScalarOther": _where,

@@ -12,6 +12,7 @@ from . import (
     arrange,
     attention,
     conv,
+    experts,
     gradients,
     linear,
     losses,
@@ -24,10 +25,15 @@ from .base import Rule
 
 _PARTS = (
     *(conv, norm, pointwise, activations, linear, attention, shape, pooling, gradients),
-    *(arithmetic, arrange, losses),
+    *(arithmetic, arrange, losses, experts),
 )
 
 #: ATen op → how it is said here. What has no rule, or whose rule does not apply, stays torch's own.
 RULES: Mapping[Any, Rule] = {
     packet: rule for part in _PARTS for name, rule in part.RULES.items() for packet in packets(name)
 }
+
+
+def rule_of(op: Any) -> Rule | None:
+    """How an overload of torch's, or of another library, is said in a graph of ours."""
+    return RULES.get(op.overloadpacket) or experts.FOREIGN.get(op._schema.name)

@@ -19,6 +19,18 @@ BAD: dict[str, tuple[Callable[[cg.Graph, cg.Value], object], str]] = {
         lambda g, x: g.conv_wgrad(x, x, kernel=1, groups=3),
         "x has 16 channels, not a multiple of groups=3",
     ),
+    "grouped_rows": (
+        lambda g, x: g.grouped_matmul_wgrad(
+            g.input("a", (7, 8), F16), g.input("b", (6, 5), F16), g.input("e", (3,), torch.int32)
+        ),
+        "dy 'b' has 6 rows, x 'a' has 7; expected (7, N)",
+    ),
+    "grouped_ends": (
+        lambda g, x: g.grouped_matmul_wgrad(
+            g.input("a", (7, 8), F16), g.input("b", (7, 5), F16), g.input("e", (3, 1), torch.int32)
+        ),
+        "ends 'e' has shape (3, 1); expected (G,), the end of each group",
+    ),
     "reduction_dim": (lambda g, x: g.reduction(x, (4,)), "dims=(4,) is out of range"),
     "reduction_twice": (lambda g, x: g.reduction(x, (1, -3)), "names a dim twice"),
     "reduction_mode": (lambda g, x: g.reduction(x, mode="median"), "mode='median' is unknown"),

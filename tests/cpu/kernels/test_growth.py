@@ -41,6 +41,22 @@ def test_500_ops_grow_into_kernels_in_no_time() -> None:
     assert time.perf_counter() - start < SLOW_S
 
 
+def test_a_view_that_a_product_reads_too_is_written_before_it() -> None:
+    """What reads the view and the product is no part of the kernel that the product waits for."""
+    g = cg.Graph("around")
+    x, bias = g.input("x", (64, 64), torch.float16), g.input("b", (64,), torch.float16)
+    turned = g.transpose(g.relu(g.add(x, bias)), 0, 1)
+    product = g.matmul(turned, g.input("w", (64, 64), torch.float16))
+    g.output("y", g.add(g.silu(turned), product))
+    made: set[str] = set()
+    steps = generated.selection(g.spec(), 132).steps
+    for step in steps:
+        own = {name for node in step.spec.nodes for name in node.results}
+        assert not {name for name in step.spec.inputs if name not in ("x", "b", "w")} - made
+        made |= own
+    assert [step.kind for step in steps].count("kernel") == 2
+
+
 def test_nodes_of_one_name_in_two_graphs_are_two_regions() -> None:
     kernels = Kernels(132)
     for dtype, kind in ((torch.float16, Choice), (torch.float64, str)):

@@ -269,6 +269,25 @@ def test_sums_of_whole_numbers(op: str) -> None:
         patterns.by_rule(eight, 4)
 
 
+@pytest.mark.parametrize("by", [1, 2, 7, 2**31 - 1])
+def test_whole_numbers_divided(by: int) -> None:
+    """Rounded down, those below zero too."""
+    for dtype in (I64, I32):
+        x = torch.tensor([0, 1, -1, 6, 7, 8, -6, -7, -8, 2**31 - 1, -(2**31)]).to(dtype)
+        spec = graph("aten.floor_divide.default", (X, by), ((11,), dtype, None))
+        same(spec, [x])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by", "why"),
+    [(F32, 2, "other numbers than whole"), (U8, 2, "other numbers than whole"), (I64, -2, "by")],
+)
+def test_other_divisions_are_torchs(dtype: torch.dtype, by: int, why: str) -> None:
+    spec = graph("aten.floor_divide.default", (X, by), ((4,), dtype, None))
+    with pytest.raises(Refused, match=f"a division .*{why}"):
+        patterns.by_rule(spec, 4)
+
+
 def test_an_embedding_with_its_norm_is_one_kernel() -> None:
     g = cg.Graph("embedded")
     words, places = g.input("words", (50, 64), F16), g.input("places", (12, 64), F16)

@@ -263,11 +263,8 @@ def test_a_cache_in_the_results_is_refused_with_the_mend() -> None:
     torch.testing.assert_close(y, x * 2)
 
 
-class Experts(nn.Module):
-    """A loop over the experts that some token has chosen, as transformers has them by default."""
-
-    def set_experts_implementation(self, name: str) -> None:
-        """As transformers has it."""
+class Loops(nn.Module):
+    """A loop over what is chosen by numbers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x, where it is large times two."""
@@ -276,14 +273,26 @@ class Experts(nn.Module):
         return x
 
 
-def test_experts_that_a_loop_chooses_are_refused_with_the_mend() -> None:
+class Caught(Loops):
+    """The same, of a module that torch.export stumbles over for another reason."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x, where it is large times two; its weight is made anew, as those of some routers are."""
+        if not torch.compiler.is_compiling():
+            return super().forward(x)
+        raise TypeError("is not for a compiler")
+
+
+@pytest.mark.parametrize("kind", [Loops, Caught])
+def test_a_loop_that_numbers_choose_is_refused_with_the_mend(kind: type[nn.Module]) -> None:
     text = (
-        r"Experts asks for the numbers in a tensor, which a graph does not \(test_trace.py:\d+ in "
-        r"forward: .*\); for experts call model.set_experts_implementation\('grouped_mm'\); else "
-        "choose with torch.where among results of one shape"
+        rf"{kind.__name__} asks for the numbers in a tensor, which a graph does not "
+        r"\(test_trace.py:\d+ in forward: .*\); choose with torch.where among results of one "
+        r"shape; in the place of a loop over experts, sort rows by expert and multiply them by "
+        "torch.nn.functional.grouped_mm"
     )
     with pytest.raises(CannotImport, match=text):
-        cg.fuse(Experts().eval(), image(4, 6))
+        cg.fuse(kind().eval(), image(4, 6))
 
 
 def test_an_object_among_the_arguments_is_refused() -> None:

@@ -155,7 +155,9 @@ def test_ops_that_move_elements_are_refused_by_name_and_no_others() -> None:
 
 def test_what_a_row_calls_torchs_alone_is_refused_with_a_reason() -> None:
     torch_only = {name for name in OPS if OPS[name].torch_only}
-    assert torch_only == {"concat", "aten", "group_affine", *LOSSES, *pooling.RULES}
+    grouped = {name for name in OPS if OPS[name].has("grouped")}
+    others = {"concat", "aten", "group_affine", *grouped}
+    assert torch_only == {*others, *LOSSES, *pooling.RULES}
     for name in torch_only:
         (refuse,) = (rule for rule in refusals.REFUSALS if rule is driver.RULES[name])
         with pytest.raises(base.Refused, match=f"^{name}.*a torch step"):
@@ -182,6 +184,8 @@ def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
         "conv_transpose",
         "conv_wgrad",
         "matmul",
+        "grouped_matmul",
+        "grouped_matmul_wgrad",
         "reduction",
         "batch_norm_train",
         "batch_norm_backward",

@@ -1,0 +1,72 @@
+"""Mixtures of experts as transformers has them: which of its implementations is traced, and what is
+missing of one in float64."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..ops.matmul import multiplied_by_groups
+
+_log = logging.getLogger(__name__)
+#: The mend for what depends on numbers.
+ONE_SHAPE = (
+    "choose with torch.where among results of one shape; in the place of a loop over experts, sort "
+    "rows by expert and multiply them by torch.nn.functional.grouped_mm"
+)
+_GROUPED, _LOOPS = "grouped_mm", ("eager", None)
+
+
+@contextmanager
+def by_groups(model: nn.Module) -> Iterator[None]:
+    """Have experts multiply groups of rows for a while, where they would loop over those that some
+    token has chosen: how many these are depends on numbers. They are put back as they were."""
+    changed: list[tuple[Callable[[Any], None], Any]] = []
+    try:
+        for module in model.modules():
+            change, ask = (
+                getattr(module, f"{verb}_experts_implementation", None) for verb in ("set", "get")
+            )
+            if callable(change) and callable(ask) and (before := _looping(ask)):
+                try:
+                    change({name: _GROUPED for name in before})
+                except (ValueError, KeyError) as error:
+                    _log.debug("%s keeps its experts: %s", type(module).__name__, error)
+                else:
+                    changed.append((change, before))
+        yield
+    finally:
+        for change, before in reversed(changed):
+            change(before)
+
+
+def _looping(ask: Callable[[], Any]) -> dict[str, Any]:
+    """The parts of a model whose experts are a loop, each with the name of its implementation."""
+    found = ask()
+    found = found if isinstance(found, dict) else {"": found}
+    return {name: how for name, how in found.items() if how in _LOOPS}
+
+
+class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs torch's products of groups of rows in float64 too, for which torch has no kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to be hidden from dynamo imports it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
+            x, y, ends = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
+            if (x.dim(), y.dim()) == (2, 3) and ends is not None:
+                return multiplied_by_groups(x, y, ends)
+        return func(*args, **kwargs)
