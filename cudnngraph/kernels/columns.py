@@ -10,12 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides
 from .gather import KINDS
 from .index import Sum, counter, place, reshaped
-from .rows import MOST_REGISTERS, MOST_THREADS, WARP, Rows, Schedule
+from .rows import (
+    MOST_REGISTERS,
+    MOST_THREADS,
+    WARP,
+    Rows,
+    Schedule,
+    rows_of_values,
+    schedule_for,
+    why_slow,
+)
 from .stages import Outputs, reductions_of
-from .tape import Index, Reduce, count_of
+from .tape import Index, Read, Reduce, Value, count_of, reduced, reshape
 from .write import Writer
 
 COLUMN_BYTES = 32 << 10  # of shared memory, in which the rows of a block are put together
@@ -93,6 +103,48 @@ def blocks_of(rows: Rows, schedule: Schedule, columns: int, processors: int) -> 
     of_block = schedule.threads * registers_of(schedule, columns)
     at_a_time = max(1, min(BLOCKS_PER_SM, MOST_REGISTERS // of_block))
     return min(-(-rows.row.extent // schedule.rows), processors * at_a_time)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A function of rows that reduces columns: its rows, its schedule, and its blocks."""
+
+    rows: Rows
+    columns: Sequence[Column]
+    schedule: Schedule
+    blocks: int
+
+    @property
+    def partial(self) -> tuple[int, int]:
+        """The shape of what blocks write of a reduction: a number of each column from each."""
+        return self.rows.inner.extent, self.blocks
+
+    def written(self, spec: GraphSpec, partial: Sequence[TensorSpec]) -> tuple[list[str], int]:
+        """The lines of the function behind its pointers, and the number of blocks."""
+        return ColumnWriter(spec, self.schedule, self.rows, self.columns, partial).lines()
+
+    def put_together(self, partial: Sequence[TensorSpec]) -> dict[int, Value]:
+        """What takes the place of the reductions, by their ids."""
+        return {
+            id(value): reshape(reduced(value.kind, Read(to.shape, to), (1,)), value.shape)
+            for value, to in zip((each.value for each in self.columns), partial, strict=True)
+        }
+
+
+def planned(same: Outputs, others: Outputs, processors: int) -> Planned | None:
+    """The function of the rows of some outputs that reduces the columns that others are made of;
+    None where there should be none. Raises :class:`~cudnngraph.kernels.tape.Refused`."""
+    if not rules().kernel_columns_with_rows:
+        return None
+    rows = rows_of_values([value for value, _ in same], [to for _, to in same])
+    columns = columns_of(rows, others) if rows.reductions else []
+    schedule = schedule_for(rows, processors)
+    if not columns or why_slow(rows, schedule, processors):
+        return None
+    found = schedule_of(rows, schedule, len(columns))
+    if found is None:
+        return None
+    return Planned(rows, columns, found, blocks_of(rows, found, len(columns), processors))
 
 
 class ColumnWriter(Writer):

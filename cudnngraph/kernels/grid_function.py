@@ -37,6 +37,26 @@ class Parts:
     outputs: tuple[tuple[Value, TensorSpec], ...]
 
 
+Function = tuple[list[str], int, int]  # lines, blocks, threads
+
+
+@dataclass
+class Apart:
+    """Partial results, the function that puts them together, the launch that gathers them, and
+    whether what is held and what goes to outputs is in memory."""
+
+    parts: Parts
+    function: Function
+    launch: int  # the number of that which gathers them and does nothing else
+    held: bool = False
+    told: bool = False
+
+    @property
+    def names(self) -> set[str]:
+        """What is held."""
+        return {to.name for _, to in self.parts.held}
+
+
 class GridFunction(Writer):
     """The lines of a function over a space, for a grid.
 

@@ -19,7 +19,17 @@ from . import depthwise, depthwise_gradient, pieces, pool_gradient, split, tap_s
 from .depthwise import Strips
 from .pieces import Pieces
 from .pool_gradient import Patches
-from .rows import MOST_KEPT, MOST_THREADS, SMALL_BLOCK, WARP, Rows, Schedule, rows_of, schedule_for
+from .rows import (
+    MOST_KEPT,
+    MOST_THREADS,
+    SMALL_BLOCK,
+    WARP,
+    Rows,
+    Schedule,
+    rows_of,
+    schedule_for,
+    why_slow,
+)
 from .scalars import ROUNDED
 from .source import Source
 from .split import Split
@@ -96,7 +106,7 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
         if tiling is not None:
             return choice_of(tiling)
         schedule = schedule_for(rows, processors)
-        if split.why_slow(rows, schedule, processors) is None:
+        if why_slow(rows, schedule, processors) is None:
             write(spec, schedule, rows)
             return choice_of(schedule)
     except Refused:
@@ -125,7 +135,7 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
             turned = tilings(tiles_of(spec, rows), processors)
             found |= dict.fromkeys(map(choice_of, turned))
         schedule = schedule_for(rows, processors)
-        if split.why_slow(rows, schedule, processors) is None:
+        if why_slow(rows, schedule, processors) is None:
             found |= dict.fromkeys(map(choice_of, _schedules(rows, schedule)))
     if split.reduces(spec):
         shared = split.split_for(processors)

@@ -370,3 +370,15 @@ def narrower(rows: Rows, schedule: Schedule) -> Schedule:
     """The schedule with half the lanes."""
     chunks = schedule.chunks * 2 if rows.reductions else 1
     return Schedule(schedule.lanes // 2, schedule.team, schedule.rows, chunks)
+
+
+def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
+    """Why a region should not be one kernel of rows, or None."""
+    if not rows.reductions:
+        return None
+    if not schedule.chunks and rows.apart:
+        return "rows in pieces, which no registers hold: each pass would gather them again"
+    long = not schedule.chunks or rows.inner.extent >= rules().kernel_long_row
+    if long and rows.row.extent < processors:
+        return "few long rows: one team of threads would read each alone"
+    return "rows that lie across memory" if rows.across(schedule) else None

@@ -23,22 +23,21 @@ import torch
 
 from ..device.rules import has_clusters, rules
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, round_up
-from .columns import ColumnWriter, blocks_of, columns_of, schedule_of
+from . import columns
 from .gather import MOMENTS, Gather, shared_by
 from .grid import MOST_SHARED, Grid, Space, grid_of, lanes_of, parts_in, shared_bytes, space_of
-from .grid_function import GridFunction, Parts, indexed
+from .grid_function import Apart, Function, GridFunction, Parts, indexed
 from .index import Sum, Var, place
 from .rows import (
     MOST_THREADS,
     VECTOR_BYTES,
     WARP,
-    Rows,
-    Schedule,
     narrower,
     reachable,
     rows_of_values,
     schedule_for,
     tape_of,
+    why_slow,
 )
 from .scalars import MEMORY, TEAM
 from .source import NAME, Launch, Source, function, pointer, text_of
@@ -55,15 +54,13 @@ from .stages import (
     widest_read,
     written_beside,
 )
-from .tape import Index, Place, Read, Refused, Value, Window, mapped, reduced, reshape
+from .tape import Index, Place, Read, Refused, Value, Window, mapped
 from .write import Narrower, Writer
 
 THREADS = 256  # of a block
 MOST_LAUNCHES = 8
 MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
 ALIGNED = 256  # bytes, of tensors in the workspace
-
-_Function = tuple[list[str], int, int]  # lines, blocks, threads
 
 
 @dataclass(frozen=True)
@@ -96,18 +93,6 @@ def variants(by_rule: Split) -> list[Split]:
         # Few chunks of narrow columns, which may be clusters.
         *(Split(2 * THREADS, blocks, WARP // 4) for blocks in (by_rule.processors, by_rule.blocks)),
     ]
-
-
-def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
-    """Why a region should not be one kernel of rows, or None."""
-    if not rows.reductions:
-        return None
-    if not schedule.chunks and rows.apart:
-        return "rows in pieces, which no registers hold: each pass would gather them again"
-    long = not schedule.chunks or rows.inner.extent >= rules().kernel_long_row
-    if long and rows.row.extent < processors:
-        return "few long rows: one team of threads would read each alone"
-    return "rows that lie across memory" if rows.across(schedule) else None
 
 
 def reduces(spec: GraphSpec) -> bool:
@@ -143,7 +128,7 @@ class _Composer:
         self._texts: list[str] = []
         self._launches: list[Launch] = []
         self._grids: list[tuple[Space, Grid]] = []
-        self._parts: list[_Apart] = []
+        self._parts: list[Apart] = []
         self._left: list[tuple[Value, TensorSpec]] = []  # outputs of which nothing is reduced
 
     def source(self) -> Source:
@@ -191,6 +176,12 @@ class _Composer:
         self._bytes = round_up(self._bytes + 4 * made.numel, ALIGNED)
         return made
 
+    def _forget(self, held: int, bytes: int) -> None:
+        """Drop the tensors of the workspace but for the first ones."""
+        for name in list(self._held)[held:]:
+            del self._held[name]
+        self._bytes = bytes
+
     def _add(self, lines: Sequence[str], blocks: int, threads: int, clusters: int = 1) -> None:
         """A function of lines, with the pointers that it needs. What it reads of parts is put
         together before."""
@@ -217,7 +208,7 @@ class _Composer:
             self._add(*made)
         return made is not None
 
-    def _of_rows(self, outputs: Outputs, always: bool = False) -> _Function | None:
+    def _of_rows(self, outputs: Outputs, always: bool = False) -> Function | None:
         """The function of rows that writes the outputs, None where there should be none."""
         try:
             rows = rows_of_values([value for value, _ in outputs], [to for _, to in outputs])
@@ -239,7 +230,7 @@ class _Composer:
     def _of_groups(self, groups: Sequence[Outputs]) -> Outputs:
         """Functions of rows for groups of outputs, as few as can be; the outputs left over."""
         left: list[tuple[Value, TensorSpec]] = []
-        found: list[tuple[Outputs, _Function]] = []
+        found: list[tuple[Outputs, Function]] = []
         for group in groups:
             for at, (others, _) in enumerate(found):
                 together = [*others, *group]
@@ -278,34 +269,18 @@ class _Composer:
                 found = None
             if found is not None:
                 return replaced(others, found)
-            for name in list(self._held)[held:]:
-                del self._held[name]
-            self._bytes = before
+            self._forget(held, before)
         return outputs
 
     def _of_columns(self, same: Outputs, others: Outputs) -> dict[int, Value] | None:
         """Add the function of the rows of some outputs that reduces the columns that others are
         made of; what takes the place of these reductions."""
-        if not rules().kernel_columns_with_rows:
+        planned = columns.planned(same, others, self._split.processors)
+        if planned is None:
             return None
-        rows = rows_of_values([value for value, _ in same], [to for _, to in same])
-        columns, processors = columns_of(rows, others), self._split.processors
-        schedule = schedule_for(rows, processors) if rows.reductions and columns else None
-        if schedule is None or why_slow(rows, schedule, processors):
-            return None
-        schedule = schedule_of(rows, schedule, len(columns))
-        if schedule is None:
-            return None
-        blocks = blocks_of(rows, schedule, len(columns), processors)
-        partial = [self._new((rows.inner.extent, blocks)) for _ in columns]
-        made = ColumnWriter(self._around(), schedule, rows, columns, partial).lines()
-        self._add(*made, schedule.threads)
-        return {
-            id(each.value): reshape(
-                reduced(each.value.kind, Read(to.shape, to), (1,)), each.value.shape
-            )
-            for each, to in zip(columns, partial, strict=True)
-        }
+        partial = [self._new(planned.partial) for _ in planned.columns]
+        self._add(*planned.written(self._around(), partial), planned.schedule.threads)
+        return planned.put_together(partial)
 
     def _of_inner_rows(self, outputs: Outputs) -> Outputs | None:
         """A function of rows for what a reduction is of, if that takes several others of its rows.
@@ -316,7 +291,7 @@ class _Composer:
             inner = rows_inside(each)
             if not inner:
                 continue
-            operand, before = each.operand, self._bytes
+            operand, held, before = each.operand, len(self._held), self._bytes
             to = self._new(operand.shape)
             same = [one for one in outputs if {*map(id, reductions_of(one[:1]))} <= inner]
             for beside in (same, []) if same else ([],):
@@ -325,8 +300,7 @@ class _Composer:
                     self._add(*made)
                     left = [one for one in outputs if one not in beside]
                     return replaced(left, {id(operand): Read(to.shape, to)})
-            del self._held[to.name]
-            self._bytes = before
+            self._forget(held, before)
         return None
 
     def _sharing(self, values: Sequence[Value]) -> Outputs:
@@ -362,9 +336,8 @@ class _Composer:
             try:
                 made = self._computed(gathers, stage)
             except Refused:  # one number for each result alone: any index is asked of those later
-                for name in list(self._held)[held:]:
-                    del self._held[name]
-                self._bytes, self._left = parts[1], plain
+                self._forget(held, parts[1])
+                self._left = plain
                 del self._texts[parts[0] :], self._launches[parts[0] :], self._grids[grids:]
                 self._parts = apart
                 stage = [(value, None) for gather in gathers for value in gather.values]
@@ -424,12 +397,12 @@ class _Composer:
         )
         parts = Parts(space, grid, tuple(gathers), tuple(map(tuple, partial)), held, written)
         launch = -1 if beside or again else len(self._launches) - 1
-        self._parts.append(_Apart(parts, function, launch))
+        self._parts.append(Apart(parts, function, launch))
         return found
 
     # -- partial results ----------------------------------------------------------------------
 
-    def _put_together(self, each: _Apart) -> None:
+    def _put_together(self, each: Apart) -> None:
         """Add the launch that puts partial results together."""
         each.held = each.told = True
         self._add(*each.function)
@@ -445,7 +418,7 @@ class _Composer:
             columns //= 2
         return grid
 
-    def _again(self, space: Space, grid: Grid, values: Sequence[Value]) -> list[_Apart]:
+    def _again(self, space: Space, grid: Grid, values: Sequence[Value]) -> list[Apart]:
         """The partial results that the blocks of a function put together each for itself."""
         reads = {value.tensor.name for value in reachable(values) if isinstance(value, Read)}
         found = [
@@ -464,7 +437,7 @@ class _Composer:
         space: Space,
         grid: Grid,
         outputs: Sequence[tuple[Value, TensorSpec, Index]],
-        again: Sequence[_Apart],
+        again: Sequence[Apart],
     ) -> bool:
         """Whether outputs are written by the function that has gathered what they are made of, if
         the blocks of each result are a cluster."""
@@ -488,7 +461,7 @@ class _Composer:
         space: Space,
         grid: Grid,
         outputs: Sequence[tuple[Value, TensorSpec, Index]],
-        again: Sequence[_Apart],
+        again: Sequence[Apart],
         lines: Callable[[GridFunction], list[str]],
     ) -> None:
         """Add a function over a space, the blocks of which put parts together, if they can."""
@@ -505,23 +478,6 @@ class _Composer:
         self._add(made, grid.blocks, grid.threads)
         for each in again:
             each.told = True
-
-
-@dataclass
-class _Apart:
-    """Partial results, the function that puts them together, the launch that gathers them, and
-    whether what is held and what goes to outputs is in memory."""
-
-    parts: Parts
-    function: _Function
-    launch: int  # the number of that which gathers them and does nothing else
-    held: bool = False
-    told: bool = False
-
-    @property
-    def names(self) -> set[str]:
-        """What is held."""
-        return {to.name for _, to in self.parts.held}
 
 
 def _placed(space: Space, outputs: Outputs) -> list[tuple[Value, TensorSpec, Index]]:

@@ -300,11 +300,11 @@ def test_norms_stay_apart_if_weights_that_take_them_in_put_results_off(
     assert fused.report is not None and fused.report.folded == 3
     genuine, calls = Wanted.check, []
 
-    def strict(self: Wanted, executable: Any, results: Any) -> Any:
+    def strict(self: Wanted, executable: Any, results: Any, **how: Any) -> Any:
         calls.append(executable)
         if len(calls) == 1:
             raise WrongResult("result 0 is off by 0.0034, at most 0.002 is right")
-        return genuine(self, executable, results)
+        return genuine(self, executable, results, **how)
 
     monkeypatch.setattr(Wanted, "check", strict)
     with caplog.at_level("INFO", logger="cudnngraph"):
@@ -322,7 +322,7 @@ def test_norms_stay_apart_if_weights_that_take_them_in_put_results_off(
 def test_a_model_that_is_wrong_without_folded_norms_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def never(self: Wanted, executable: Any, results: Any) -> Any:
+    def never(self: Wanted, executable: Any, results: Any, **how: Any) -> Any:
         raise WrongResult("result 0 is off")
 
     monkeypatch.setattr(Wanted, "check", never)
