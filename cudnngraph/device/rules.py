@@ -377,9 +377,9 @@ class DeviceRules:
         alternative="a launch that puts them together",
     )
     kernel_columns_with_rows: bool = _measured(
-        True,
+        False,
         "yes or no",
-        "whether a generated kernel reduces columns in the pass that reduces rows (an estimate)",
+        "whether a generated kernel reduces columns in the pass that reduces rows (not measured)",
         alternative="a pass of each",
     )
     kernel_cluster_blocks: int = _measured(

@@ -58,8 +58,10 @@ def gradient(
     return g.spec()
 
 
-def written(spec: GraphSpec, processors: int = 4) -> Source:
-    return patterns.source(spec, patterns.by_rule(spec, processors))
+def written(spec: GraphSpec, processors: int = 4, *, together: bool = True) -> Source:
+    """The kernel by rule, of one pass for rows and columns or of one for each."""
+    with thresholds.changed(kernel_columns_with_rows=together):
+        return patterns.source(spec, patterns.by_rule(spec, processors))
 
 
 def check(spec: GraphSpec, source: Source) -> None:
@@ -102,9 +104,7 @@ def test_tensors_are_read_once(norm: str, bias: bool) -> None:
 
 def test_a_threshold_says_whether_there_is_a_pass_of_each() -> None:
     spec = gradient((64, 96))
-    with thresholds.changed(kernel_columns_with_rows=False):
-        apart = written(spec)
-    together = written(spec)
+    apart, together = written(spec, together=False), written(spec)
     assert len(apart.launches) > len(together.launches) == 2
     check(spec, apart)
 

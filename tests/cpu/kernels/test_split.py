@@ -335,8 +335,7 @@ def test_one_loop_gathers_what_is_reduced_alike() -> None:
     mean, inv = (g.input(name, (4096, 1), torch.float32) for name in ("mean", "inv_std"))
     for number, each in enumerate(g.layer_norm_backward(dy, x, weight, mean, inv)):
         g.output(f"o{number}", each)
-    with rules.changed(kernel_columns_with_rows=False):
-        source = split.write(g.spec(), split.split_for(132))
+    source = split.write(g.spec(), split.split_for(132))
     assert len(source.launches) == 3  # dx by rows; both sums of columns, and these put together
 
 
