@@ -34,13 +34,15 @@ class Exported:
     """A model as ATen ops: the graph, its constants by placeholder, and how it is called.
 
     ``placeholders`` are the names of those that stand for the caller's tensors, in the order of
-    the tensors among the flattened arguments.
+    the tensors among the flattened arguments. ``doubts`` are lines that ask whether numbers are
+    finite (:mod:`~cudnngraph.models.finite`).
     """
 
     module: HasGraph
     constants: Mapping[str, torch.Tensor]
     placeholders: tuple[str, ...]
     out_spec: Any
+    doubts: tuple[str, ...] = ()
 
 
 def export(
@@ -64,7 +66,8 @@ def _exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] |
                 made, changed = by_torch(model, args, kwargs, asked=asked)
             else:
                 names = tuple(traced.placeholders)
-                made = Exported(traced, traced.constants, names, traced.out_spec)
+                doubts = tuple(traced.doubts)
+                made = Exported(traced, traced.constants, names, traced.out_spec, doubts)
                 changed = [*traced.exchanged, *held.changes()]
     except tracer.Writes as error:
         raise CannotImport(
@@ -189,9 +192,9 @@ def by_torch(
             program = program.run_decompositions({})
     except Exception as error:
         if "data-dependent" in str(error):
-            raise CannotImport(f"{name} {_asks(str(error))}") from error
+            raise CannotImport(f"{name} {asks(str(error))}") from error
         if asked:
-            raise CannotImport(f"{name} {_asks(asked[-1])}") from error
+            raise CannotImport(f"{name} {asks(asked[-1])}") from error
         raise CannotImport(f"{name} cannot be exported: {_export_failure(error)}") from error
     if changes.arguments:
         raise CannotImport(f"{name} changes its arguments, which a graph does not")
@@ -218,7 +221,7 @@ def by_torch(
     return made, changes.state
 
 
-def _asks(trace: str) -> str:
+def asks(trace: str) -> str:
     """What is to be said of a model whose ops depend on numbers, and the mend."""
     where = last_line(trace)
     at = f" ({where})" if where else ""

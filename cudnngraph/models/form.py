@@ -64,6 +64,7 @@ class Form:
     inputs: frozenset[int]
     cuts: dict[Hashable, Cuts] = field(default_factory=dict)
     errors: Errors = ()
+    doubts: tuple[str, ...] = ()
 
     def given(self, call: Call) -> list[Any]:
         """What the graph reads of a call: tensors, as large as it takes them, and numbers."""
@@ -159,7 +160,8 @@ def make(model: nn.Module, call: Call, inputs: frozenset[int], options: Options)
         captured=captured,
         instead=instead,
     )
-    return Form(bound, report, out_spec, call.pattern, dict(call.numbers), inputs)
+    numbers, doubts = dict(call.numbers), exported.doubts
+    return Form(bound, report, out_spec, call.pattern, numbers, inputs, doubts=doubts)
 
 
 def as_tensor(number: Any, device: torch.device, *, wide: bool) -> torch.Tensor:

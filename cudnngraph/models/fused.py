@@ -35,7 +35,7 @@ from .bound import MAX_SHAPES, Bound
 from .buckets import Buckets, cuts_of
 from .calls import Call, flat, parameters
 from .check import Errors, Wanted, copied
-from .export import is_exporting
+from .export import asks, is_exporting
 from .form import Form, Options, difference, make
 from .numbers import Numbers, warn_of
 from .report import Report
@@ -138,18 +138,21 @@ class Fused(StandIn):
     def _first(self, args: Any, kwargs: Any) -> None:
         """Make the form of an example, and compare its results with the model's."""
         results = self(*args, **kwargs)
-        if not self._check or self.report is None:
-            return
         form = next(reversed(self._forms.values()))
+        if self.report is None or not (self._check or form.doubts):
+            return
         errors = form.errors
         if not errors:
             wanted = self._wanted(self._call(args, kwargs))
             try:
                 errors = self._checked(wanted, form, results)
             except WrongResult as error:
-                if not self.report.folded:
+                if self.report.folded:
+                    errors = self._unfolded(wanted, args, kwargs, error)
+                elif form.doubts:
+                    raise CannotImport(f"{self._name} {asks(form.doubts[0])}") from error
+                else:
                     raise
-                errors = self._unfolded(wanted, args, kwargs, error)
         self.report = replace(self.report, errors=errors)
 
     def _unfolded(self, wanted: Wanted, args: Any, kwargs: Any, error: WrongResult) -> Errors:

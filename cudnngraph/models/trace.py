@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..ir.spec import overlaps_itself
 from ..ops import meta as forms
 from ..ops.pooling import UPSAMPLE
+from . import finite
 from .aliases import Aliases
 
 _aten: Any = torch.ops.aten
@@ -159,6 +160,7 @@ class Traced:
         self._alive: list[torch.Tensor] = []  # so that no other gets the id of one
         self._failed = False
         self.exchanged: list[str] = []  # parameters and buffers with other tensors in their place
+        self.doubts: list[str] = []  # the lines where it has asked whether numbers are finite
         self._run(model, args, dict(kwargs))
 
     # -- the run -----------------------------------------------------------------------------------
@@ -261,6 +263,11 @@ class Traced:
             return args[0].device
         if not isinstance(op, torch._ops.OpOverload):
             raise Untraceable(f"{op} is none of torch's ops")
+        if op is _aten._local_scalar_dense.default and isinstance(args[0], MetaTensor):
+            answer = finite.answer(self._operand(args[0]))
+            if answer is not None:
+                self.doubts.append(_line())
+                return answer
         if not op._schema.is_mutable:
             return self._new(op, args, kwargs)
         if op.namespace != "aten":
