@@ -186,7 +186,8 @@ def test_without_workers_plans_are_checked_here_with_one_warning(
         def __init__(self, *args: Any, rejected: Mapping[Choice, str]) -> None:
             assert rejected == {}
 
-        def first(self) -> verification.Found:
+        def first(self, ahead: Choice | None) -> verification.Found:
+            assert ahead is None
             bad, choice = (Candidate(n, Choice(n, ()), f"eng{n}") for n in (3, 9))
             outcomes = (Outcome(bad, False, "wrong: off by 1", wrong=True), Outcome(choice, True))
             return verification.Found(FakePlan(Choice(9, ())), outcomes, 1e-5)  # type: ignore[arg-type]
