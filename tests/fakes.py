@@ -102,7 +102,13 @@ class World:
         self.built.append(spec.name)
         self.ahead.append(ahead)
         time.sleep(self.build_s)
-        return builder(self.refuse)(spec)
+        plan, outcomes = builder(self.refuse)(spec)
+        if ahead is None:
+            return plan, outcomes
+        begins = Candidate(7, ahead, str(ahead))
+        if ahead.engine in self.gone:
+            return plan, (Outcome(begins, False, "does not launch"), *outcomes)
+        return FakePlan(ahead), (Outcome(begins, True, "", 0),)
 
     def autotune(
         self,

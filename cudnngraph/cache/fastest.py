@@ -2,7 +2,8 @@
 
 A step of this graph may have been measured within another one, by a search on this machine or by
 the run that made the seeds. The same step, policy, GPU and cuDNN are asked for, so that whatever
-the policy bars was barred there too.
+the policy bars was barred there too. Whether TF32 is allowed is the same for a step that multiplies
+no float32, in a graph of which another step does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from plans_cache.record import PlanRecord, digest, entry_id
 from plans_cache.store import PlanStore
 
 from ..backend import env
+from ..backend.candidates import multiplies_float32
 from ..backend.plan import Choice
 from ..errors import UnkeyableError
 from ..ir.key import graph_key
@@ -38,7 +40,10 @@ class Fastest:
         self._store = store
         self._policy = policy
         self._index = device_index
-        self._kept = Measured(policy, device_index)
+        self._kept = {
+            allowed: Measured(replace(policy, allow_tf32=allowed), device_index)
+            for allowed in (False, True)
+        }
 
     @cached_property
     def _env(self) -> str:
@@ -46,7 +51,8 @@ class Fastest:
 
     def __call__(self, spec: GraphSpec) -> tuple[Choice, str] | None:
         """The choice for a step and what it is known from, or None."""
-        found = fastest(self._kept.timed(spec))
+        alike = (bool(self._policy.allow_tf32),) if multiplies_float32(spec) else (False, True)
+        found = fastest([row for allowed in alike for row in self._kept[allowed].timed(spec)])
         if found is not None:
             return found, BEFORE
         try:
@@ -69,6 +75,9 @@ def listed_steps(
 
 
 def _id(spec: GraphSpec, policy: Policy, env_digest: str) -> str:
-    """A step takes as long whatever else the policy lets steps be. Raises
+    """The id of a step, which takes as long whatever else the policy lets steps be. Raises
     :class:`UnkeyableError`."""
-    return entry_id(graph_key(spec, replace(policy, kernels=None)).digest, env_digest)
+    allowed = bool(policy.allow_tf32) and multiplies_float32(spec)
+    return entry_id(
+        graph_key(spec, replace(policy, kernels=None, allow_tf32=allowed)).digest, env_digest
+    )

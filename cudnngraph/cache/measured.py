@@ -64,7 +64,7 @@ class Measured:
 
     def timed(self, spec: GraphSpec) -> Sequence[Mapping[str, Any]]:
         """The rows of a step but for cuDNN's ranking."""
-        id = self._id(spec, self._times)
+        id = None if self._kept.empty else self._id(spec, self._times)
         return () if id is None else self._kept.of(id)
 
     def _id(self, spec: GraphSpec, place: str) -> str | None:
