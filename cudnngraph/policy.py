@@ -21,8 +21,9 @@ _ENGINE = re.compile(r"(^|_)eng\d+(_|$)")  # in what cuDNN calls its plans
 class Policy:
     """Options for choosing plans, and limits on a chosen plan.
 
-    - ``tune``: "heuristic" takes the first plan of cuDNN's own ranking that builds. "autotune"
-      measures plans, and ways to cut the graph, on the GPU, once: the choice is kept in the cache.
+    - ``tune``: "heuristic" takes the first plan of cuDNN's own ranking that builds, or before it
+      what was measured fastest for an equal step. "autotune" measures plans, and ways to cut the
+      graph, on the GPU, once: the choice is kept in the cache.
       "cached" takes what an earlier run left in the cache and raises ``PlanNotCached`` if there
       is nothing: the mode for serving. A tuned entry serves all three. None follows the setting
       ``CUDNNGRAPH_TUNE``, which is "heuristic" unless it is set.

@@ -37,6 +37,12 @@ class Measurements:
         self._lock = threading.Lock()
         self._own: OrderedDict[str, list[Row]] = OrderedDict()  # that are not on disk
 
+    @property
+    def empty(self) -> bool:
+        """Whether there are surely none: a look for a folder, no more."""
+        folder = None if self._directory is None else self._directory / FOLDER
+        return not self._own and (folder is None or not folder.exists())
+
     def of(self, id: str) -> list[Row]:
         """The rows of the step ``id``, in the order in which they were made."""
         path = self._path(id)

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from .directory import (
     MAX_BLOB_BYTES,
@@ -68,6 +69,7 @@ __all__ = [
 ]
 
 SEED_FAMILIES = "families.json"  # beside seeds: their ids by family
+SEED_STEPS = "steps.json"  # beside seeds: what was chosen for each step, by the id of the step
 MAX_FAMILY = 64  # entries of a family that are read
 
 PACKAGED_SEEDS = Path(__file__).with_name("seeds")
@@ -96,6 +98,7 @@ class PlanStore:
         self._seeds = seeds
         self._seed_paths: dict[str, Path] | None = None
         self._seed_families: dict[str, list[str]] | None = None
+        self._seed_steps: dict[str, Any] | None = None
         self._clock = clock
         self._lock_timeout_s = lock_timeout_s
         self._journal = Journal(strict)
@@ -407,6 +410,20 @@ class PlanStore:
                     self._journal.fault(fault, "seeds are not listed by family")
             self._seed_families = found
         return self._seed_families
+
+    def seed_step(self, id: str) -> Any:
+        """What the files beside the seeds list for the step ``id``, as JSON data; None for none."""
+        if self._seed_steps is None:
+            found: dict[str, Any] = {}
+            paths = [] if self._seeds is None else sorted(self._seeds.glob(f"*/{SEED_STEPS}"))
+            for path in paths:
+                try:
+                    found.update(json.loads(path.read_bytes()))
+                except (OSError, ValueError, TypeError, RecursionError) as error:
+                    fault = RecordError(f"{path.name}: {error}")
+                    self._journal.fault(fault, "seeds are not listed by step")
+            self._seed_steps = found
+        return self._seed_steps.get(id)
 
     def _from_seed(self, id: str) -> tuple[Hit, bytes] | Miss:
         try:

@@ -89,16 +89,26 @@ class World:
         self.bad: str | None = None
         self.build_s = 0.0
         self.built: list[str] = []
+        self.ahead: list[Choice | None] = []  # what each build was to begin with
         self.loaded: list[bytes] = []
         self.replayed: list[Choice] = []
         self.measured: list[str] = []
         self.hints: list[Any] = []  # of each search
         self.kernels = False  # no GPU would load one
 
-    def build_first(self, spec: GraphSpec, policy: cg.Policy, index: int) -> Any:
+    def build_first(
+        self, spec: GraphSpec, policy: cg.Policy, index: int, ahead: Choice | None = None
+    ) -> Any:
         self.built.append(spec.name)
+        self.ahead.append(ahead)
         time.sleep(self.build_s)
-        return builder(self.refuse)(spec)
+        plan, outcomes = builder(self.refuse)(spec)
+        if ahead is None:
+            return plan, outcomes
+        begins = Candidate(7, ahead, str(ahead))
+        if ahead.engine in self.gone:
+            return plan, (Outcome(begins, False, "does not launch"), *outcomes)
+        return FakePlan(ahead), (Outcome(begins, True, "", 0),)
 
     def autotune(
         self,

@@ -356,15 +356,16 @@ def why_excluded(candidate: Candidate, policy: Policy) -> str | None:
 
 
 def build_first(
-    spec: GraphSpec, policy: Policy, device_index: int
+    spec: GraphSpec, policy: Policy, device_index: int, ahead: Choice | None = None
 ) -> tuple[Plan, tuple[Outcome, ...]]:
-    """The first plan of cuDNN's ranking that the policy allows and that builds.
+    """The first plan of cuDNN's ranking that the policy allows and that builds; of its plans
+    ``ahead`` is tried before all others.
 
     Raises :class:`NotSupported` with every candidate's reason when none does.
     """
     proposals = Proposals(spec, policy, device_index)
     outcomes: list[Outcome] = []
-    for candidate in proposals.candidates:
+    for candidate in sorted(proposals.candidates, key=lambda each: each.choice != ahead):
         outcome, plan = proposals.build(candidate)
         outcomes.append(outcome)
         if plan is not None:

@@ -62,6 +62,11 @@ class Measured:
         id = self._id(spec, self._rankings if row["what"] == RANKING else self._times)
         return id is not None and self._kept.add(id, row)
 
+    def timed(self, spec: GraphSpec) -> Sequence[Mapping[str, Any]]:
+        """The rows of a step but for cuDNN's ranking."""
+        id = None if self._kept.empty else self._id(spec, self._times)
+        return () if id is None else self._kept.of(id)
+
     def _id(self, spec: GraphSpec, place: str) -> str | None:
         """The id of a step; None if it has no key."""
         try:

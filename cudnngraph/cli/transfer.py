@@ -16,15 +16,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from plans_cache import Hit, PlanRecord, PlanStore, RecordError, from_json
 from plans_cache.record import MAX_RECORD_BYTES
-from plans_cache.store import MAX_BLOB_BYTES, SEED_FAMILIES
+from plans_cache.store import MAX_BLOB_BYTES, SEED_FAMILIES, SEED_STEPS
 
+from ..cache.fastest import listed_steps
 from ..device import files
 from ..explain.text import clean
 from .records import CacheError, Stored
+from .verify import check_graph, policy_of
 
 HEAD = b'{"cudnngraph_plans":1}'
 MAX_FILE_BYTES = 4 << 30
@@ -60,9 +62,11 @@ def export_seeds(entries: Sequence[Stored], folder: Path) -> int:
     """Write records as the package ships them, ``<folder>/<gpu>/<id>.json``; how many.
 
     Without serialized plans, which are never taken from a seed. ``<folder>/<gpu>/families.json``
-    lists those that were measured by family, with the ones that were there before.
+    lists those that were measured by family, and ``<folder>/<gpu>/steps.json`` what was chosen for
+    each of their steps, with the ones that were there before.
     """
     families: dict[Path, dict[str, set[str]]] = {}
+    steps: dict[Path, dict[str, Any]] = {}
     for entry in entries:
         file = folder / seed_folder(entry.gpu) / f"{entry.id}.json"
         try:
@@ -72,10 +76,18 @@ def export_seeds(entries: Sequence[Stored], folder: Path) -> int:
                 place = file.with_name(SEED_FAMILIES)
                 listed = families.setdefault(place, _listed(place))
                 listed.setdefault(entry.record.family, set()).add(entry.id)
+                place = file.with_name(SEED_STEPS)
+                steps.setdefault(place, _parsed(place)).update(_steps_of(entry.record))
         except OSError as error:
             raise CacheError(f"{file} cannot be written: {error.strerror or error}") from None
-    for place, listed in families.items():
-        text = json.dumps({family: sorted(listed[family]) for family in sorted(listed)}, indent=1)
+    texts = {
+        place: json.dumps({family: sorted(listed[family]) for family in sorted(listed)}, indent=1)
+        for place, listed in families.items()
+    }
+    for place, found in steps.items():
+        lines = (f"{json.dumps(id)}: {json.dumps(found[id])}" for id in sorted(found))
+        texts[place] = "{\n" + ",\n".join(lines) + "\n}"
+    for place, text in texts.items():
         try:
             files.write(place, text + "\n")
         except OSError as error:
@@ -86,9 +98,24 @@ def export_seeds(entries: Sequence[Stored], folder: Path) -> int:
 def _listed(place: Path) -> dict[str, set[str]]:
     """The ids by family that a file lists; none if there is no such file, or another's."""
     try:
-        return {family: set(ids) for family, ids in json.loads(place.read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {family: set(ids) for family, ids in _parsed(place).items()}
+    except TypeError:
         return {}
+
+
+def _parsed(place: Path) -> dict[str, Any]:
+    """The object that a file holds; an empty one if there is no such file, or another's."""
+    try:
+        found = json.loads(place.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _steps_of(record: PlanRecord) -> dict[str, Any]:
+    """The choices of a record by its steps; none if it does not fit its graph any more."""
+    _, steps = check_graph(record)
+    return listed_steps(record, steps, policy_of(record)) if steps else {}
 
 
 def seed_folder(gpu: str) -> str:

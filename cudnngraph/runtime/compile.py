@@ -18,6 +18,7 @@ from ..arguments import NotPlain, checked, is_a, items, shown
 from ..backend.candidates import multiplies_float32
 from ..backend.plan import refuse_during_capture
 from ..cache import lookup
+from ..cache.fastest import Fastest
 from ..cache.measured import Measured
 from ..cache.state import STATE
 from ..cache.stats import CacheStats
@@ -134,7 +135,7 @@ def _chosen(
         kernels = Kernels.on(index) if policy.kernels else None
         if policy.tune == "autotune":
             return _searched(spec, device, policy, hints)
-        first = Builder(policy, index, kept)
+        first = Builder(policy, index, kept, Fastest(lookup.store(), policy, index))
         legal = legalize(spec, policy)
         return choose(legal, policy, first, first.expect, kernels, first.kernels)
 

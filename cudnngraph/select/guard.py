@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,14 +78,26 @@ def _heard(asked: Future[Answer]) -> Answer | None:
 
 Built = tuple[Plan, tuple[Outcome, ...]]
 
+#: The choice that was measured fastest for a step, and where that is known from; None if nowhere.
+Fastest = Callable[[GraphSpec], "tuple[Choice, str] | None"]
+
 
 class Builder:
-    """The first plan of a step that passes; of steps that are equal, once."""
+    """The first plan of a step that passes, beginning with what was measured fastest for an equal
+    step; of steps that are equal, once."""
 
-    def __init__(self, policy: Policy, device_index: int, kept: Kept) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        device_index: int,
+        kept: Kept,
+        fastest: Fastest = lambda spec: None,
+    ) -> None:
         self._policy = policy
         self._index = device_index
         self._kept = kept
+        self._fastest = fastest
+        self._measured: dict[str, tuple[Choice, str] | None] = {}
         self._known: dict[str, Built | NotSupported] = {}
         self._ahead: dict[str, Future[Answer]] = {}
 
@@ -102,7 +115,8 @@ class Builder:
         digest = step_digest(part)
         if digest not in self._known:
             try:
-                self._known[digest] = self._built(part, digest)
+                plan, outcomes = self._built(part, digest)
+                self._known[digest] = plan, self._explained(part, outcomes)
             except NotSupported as refusal:
                 self._known[digest] = refusal
         found = self._known[digest]
@@ -158,12 +172,31 @@ class Builder:
 
     def _submitted(self, part: GraphSpec) -> Future[Answer]:
         rejected = self._kept.of(part, self._policy)
-        gate = self._kept.gate
-        return workers.on(self._index).first(part, self._policy, rejected, gate=gate)
+        at_work, gate = workers.on(self._index), self._kept.gate
+        return at_work.first(part, self._policy, rejected, gate=gate, ahead=self._ahead_of(part))
+
+    def _measured_of(self, part: GraphSpec) -> tuple[Choice, str] | None:
+        digest = step_digest(part)
+        if digest not in self._measured:
+            self._measured[digest] = self._fastest(part)
+        return self._measured[digest]
+
+    def _ahead_of(self, part: GraphSpec) -> Choice | None:
+        """The choice to be tried before cuDNN's ranking."""
+        found = self._measured_of(part)
+        return None if found is None else found[0]
+
+    def _explained(self, part: GraphSpec, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+        """The outcomes, of which the one that is taken says so if it was measured fastest."""
+        found = self._measured_of(part)
+        taken = outcomes[-1]
+        if found is None or taken.candidate.choice != found[0]:
+            return outcomes
+        return (*outcomes[:-1], replace(taken, reason=found[1]))
 
     def _built(self, part: GraphSpec, digest: str) -> Built:
         if how(self._policy) == "off":
-            return build_first(part, self._policy, self._index)
+            return build_first(part, self._policy, self._index, self._ahead_of(part))
         if how(self._policy) == "isolated":
             asked = self._ahead.pop(digest, None) or self._submitted(part)
             handles.handle(self._index)  # what this process needs then, while it waits
@@ -171,7 +204,8 @@ class Builder:
             if answer is not None:
                 return self._taken(part, answer)
         rejected = self._kept.of(part, self._policy)
-        found = verification.Checks(part, self._policy, self._index, rejected=rejected).first()
+        checks = verification.Checks(part, self._policy, self._index, rejected=rejected)
+        found = checks.first(self._ahead_of(part))
         self._kept.add(part, self._policy, wrong_of(found.outcomes))
         if found.plan is None:
             raise verification.none_passes(part, found.outcomes)

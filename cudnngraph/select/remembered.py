@@ -18,6 +18,7 @@ from ..errors import NotSupported
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
 from .bench import Bench
+from .config import FINAL_ROUNDS, TIE_RATIO
 
 Row = Mapping[str, Any]
 RANKING = "ranking"  # what a row of cuDNN's candidates says that it is
@@ -115,6 +116,32 @@ def keep_ranking(memo: Memo, spec: GraphSpec, candidates: Sequence[Candidate]) -
 def is_ranked(memo: Memo, spec: GraphSpec) -> bool:
     """Whether a memo has cuDNN's candidates for a step."""
     return _Step(memo.of(spec)).candidates is not None
+
+
+def fastest(rows: Sequence[Row]) -> Choice | None:
+    """The plan of cuDNN's that rows say was fastest for a step, of those that passed their check.
+
+    The last comparison side by side decides, or else the first times. As in a search, of plans that
+    are nearly as fast the one with the smallest workspace is taken.
+    """
+    step = _Step(rows)
+    alone: dict[Choice, float] = {}
+    final: dict[Choice, float] = {}
+    for (rounds, _), times in step.times.items():
+        own = {
+            choice: time_us
+            for choice, time_us in times.items()
+            if choice is not None and choice.engine != KERNEL and choice in step.right
+        }
+        if rounds == str(FINAL_ROUNDS):
+            final = own or final
+        else:
+            alone |= own
+    found = final or alone
+    if not found:
+        return None
+    near = [each for each in found if found[each] <= TIE_RATIO * min(found.values())]
+    return min(near, key=lambda each: (step.workspaces[each], found[each]))
 
 
 class RememberedBench:

@@ -18,7 +18,14 @@ import torch
 from plans_cache.gate import Gate
 
 from ..backend import env
-from ..backend.candidates import UNCHECKED, Candidate, Outcome, Proposals, why_passed_over
+from ..backend.candidates import (
+    UNCHECKED,
+    UNRANKED,
+    Candidate,
+    Outcome,
+    Proposals,
+    why_passed_over,
+)
 from ..backend.lowering.driver import first_line
 from ..backend.plan import Choice, Plan
 from ..errors import NotSupported
@@ -102,12 +109,20 @@ class Checks:
             return Outcome(candidate, False, why, outcome.workspace_bytes, wrong=True), None, None
         return outcome, plan, error
 
-    def first(self) -> Found:
-        """The first of cuDNN's ranking that passes. An engine that was wrong :data:`CHANCES` times
-        is passed over: its other configurations compute the same in other tiles."""
+    def first(self, ahead: Choice | None = None) -> Found:
+        """The first of cuDNN's ranking that passes, or before all of it the choice ``ahead``. An
+        engine that was wrong :data:`CHANCES` times is passed over: its other configurations compute
+        the same in other tiles."""
         outcomes: list[Outcome] = []
         wrong = Counter(choice.engine for choice in self._rejected)
-        for candidate in self.candidates:
+        if ahead is not None and ahead not in self._rejected:
+            found = self._ahead(ahead)
+            if found.plan is not None:
+                return found
+            outcomes += found.outcomes
+            wrong[ahead.engine] += any(outcome.wrong for outcome in outcomes)
+        tried = {outcome.candidate.choice for outcome in outcomes}
+        for candidate in (each for each in self.candidates if each.choice not in tried):
             if wrong[candidate.choice.engine] >= CHANCES:
                 outcomes.append(
                     Outcome(candidate, False, self._rejected.get(candidate.choice, ONE_OF))
@@ -120,6 +135,13 @@ class Checks:
                 return Found(plan, tuple(outcomes), error)
         return Found(None, tuple(outcomes), None)
 
+    def _ahead(self, choice: Choice) -> Found:
+        try:
+            return self.of(choice)
+        except NotSupported as refusal:
+            candidate = Candidate(UNRANKED, choice, str(choice))
+            return Found(None, (Outcome(candidate, False, refusal.reasons[0]),), None)
+
     def of(self, choice: Choice) -> Found:
         """One choice, proposed here or not. Raises :class:`NotSupported` where it is not built."""
         for candidate in self.candidates:
@@ -127,7 +149,7 @@ class Checks:
                 outcome, plan, error = self.attempt(candidate)
                 return Found(plan, (outcome,), error)
         spec, policy, index = self._place
-        candidate = Candidate(-1, choice, str(choice))
+        candidate = Candidate(UNRANKED, choice, str(choice))
         capability = env.capability(index)
         why = why_passed_over(candidate, spec, policy, capability, device_index=index)
         why = why or self._rejected.get(choice)

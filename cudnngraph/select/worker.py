@@ -4,8 +4,8 @@
 It reads tasks from a socket and writes messages to it, a line of JSON each. A task has an ``id``
 and says what to do:
 
-- ``first``: the first plan of cuDNN's ranking for ``spec`` under ``policy`` that passes, but for
-  those in ``rejected``;
+- ``first``: the choice ``ahead``, where there is one, or else the first plan of cuDNN's ranking
+  for ``spec`` under ``policy`` that passes, but for those in ``rejected``;
 - ``rank``: cuDNN's candidates, best first;
 - ``these``: each of the ``choices``, as the search asks for them, with an answer for each;
 - ``check``: a choice that was made before, for its numbers alone.
@@ -107,11 +107,10 @@ class Worker:
             text = None if blob is None else base64.b64encode(blob).decode()
             return {"wrong": why, "error": error, "blob": text}
         if task["task"] == "first":
-            return _found(
-                verification.Checks(
-                    spec, policy, self._index, rejected=rejected, tell=self._tell, gate=gate
-                ).first()
+            first = verification.Checks(
+                spec, policy, self._index, rejected=rejected, tell=self._tell, gate=gate
             )
+            return _found(first.first(None if task["ahead"] is None else to_choice(task["ahead"])))
         checks = self._checks_of(spec, policy, rejected)
         if task["task"] == "rank":
             return {"candidates": [from_candidate(each) for each in checks.candidates]}

@@ -97,10 +97,12 @@ class Workers:
         rejected: Mapping[Choice, str],
         *,
         gate: Path | None = None,
+        ahead: Choice | None = None,
     ) -> Future[Answer]:
-        """The first plan that passes. Its result raises :class:`Unusable` where there are no
-        workers. While another process has ``gate`` to itself, no plan runs."""
-        return self._submit("first", spec, policy, (), rejected, gate)[0]
+        """The first plan that passes, ``ahead`` tried before all others. Its result raises
+        :class:`Unusable` where there are no workers. While another process has ``gate`` to itself,
+        no plan runs."""
+        return self._submit("first", spec, policy, (), rejected, gate, ahead=ahead)[0]
 
     def rank(
         self, spec: GraphSpec, policy: Policy, rejected: Mapping[Choice, str]
@@ -136,6 +138,7 @@ class Workers:
         gate: Path | None,
         *,
         urgent: bool = True,
+        ahead: Choice | None = None,
     ) -> list[Future[Answer]]:
         futures: list[Future[Answer]] = [Future() for _ in choices or (None,)]
         message = {
@@ -144,6 +147,7 @@ class Workers:
             "policy": wire.from_policy(policy),
             "rejected": [[from_choice(choice), why] for choice, why in rejected.items()],
             "gate": None if gate is None else str(gate),
+            "ahead": None if ahead is None else from_choice(ahead),
         }
         with self._changed:
             self._put(_Task(message, futures, choices), urgent=urgent)

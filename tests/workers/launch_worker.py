@@ -91,7 +91,9 @@ class Engines(World):
         self.replayed.append(choice)
         return Engine(choice, self.launch)
 
-    def first(self, spec: GraphSpec, policy: cg.Policy, rejected: Any, gate: Any = None) -> Any:
+    def first(
+        self, spec: GraphSpec, policy: cg.Policy, rejected: Any, gate: Any = None, ahead: Any = None
+    ) -> Any:
         """As :meth:`cudnngraph.select.workers.Workers.first`: what of the ranking is not
         rejected."""
         if len(spec.nodes) > 1:

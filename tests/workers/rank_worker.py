@@ -42,7 +42,7 @@ class Rank(World):
         self.checked: Verified | None = None  # of the executable that was compiled last
         self.store: Any = dist.distributed_c10d._get_default_store()
 
-    def build_first(self, spec: GraphSpec, policy: cg.Policy, index: int) -> Any:
+    def build_first(self, spec: GraphSpec, policy: cg.Policy, index: int, ahead: Any = None) -> Any:
         self.built.append(spec.name)
         self.before_build()
         return self._first(spec)

@@ -121,7 +121,10 @@ def answer(task: dict[str, object], behaviours: dict[str, str], log: Path, say: 
         ]
         say({"id": task["id"], "candidates": candidates})
         return
-    for number, choice in enumerate(task["choices"] or [[int(each), []] for each in engines]):
+    ranked = [[int(each), []] for each in engines]
+    if task["task"] == "first" and task["ahead"] is not None:
+        ranked = [task["ahead"], *(each for each in ranked if each != task["ahead"])]
+    for number, choice in enumerate(task["choices"] or ranked):
         engine = str(choice[0])
         reason = "not tried again"
         if int(engine) not in rejected:
@@ -129,7 +132,7 @@ def answer(task: dict[str, object], behaviours: dict[str, str], log: Path, say: 
                 file.write(f"{task['spec']['name']} {engine} {os.getpid()}\n")
             say({"trying": choice})
             with run(task["gate"], log):
-                reason = attempt(engine, behaviours[engine], say)
+                reason = attempt(engine, behaviours.get(engine, "no such engine"), say)
         outcome = {
             "index": number,
             "choice": choice,

@@ -110,7 +110,7 @@ def test_a_build_that_fails_as_a_disk_would_is_not_tried_twice(
 ) -> None:
     tried: list[str] = []
 
-    def fail(spec: GraphSpec, policy: cg.Policy, index: int) -> Any:
+    def fail(spec: GraphSpec, policy: cg.Policy, index: int, ahead: Any) -> Any:
         tried.append(spec.name)
         raise OSError("no such library")
 

@@ -112,7 +112,7 @@ def test_what_comes_out_of_the_cache_is_not_watched(world: Engines) -> None:
 
 
 def test_without_checks_nothing_is_watched(world: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build_first(spec: Any, policy: cg.Policy, index: int) -> Any:
+    def build_first(spec: Any, policy: cg.Policy, index: int, ahead: Any) -> Any:
         answer = world.first(spec, policy, {}).result()
         if answer.refused:
             raise cg.NotSupported("this graph", answer.refused)

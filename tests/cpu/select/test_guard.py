@@ -120,6 +120,54 @@ def test_what_ends_a_process_or_is_wrong_is_left_out_and_not_tried_again(
     assert again.choice.engine == 7 and behaves.tried[before:] == [7]
 
 
+WHY = "measured fastest for this step on such a GPU: a seed"
+
+
+def test_what_was_measured_fastest_is_tried_first_and_says_so(behaves: Behaves) -> None:
+    """Also where it is built ahead of its use; the step is asked about once."""
+    behaves.start(e4="is right", e7="is right")
+    asked: list[str] = []
+
+    def fastest(part: GraphSpec) -> tuple[Choice, str]:
+        asked.append(part.name)
+        return Choice(7, ()), WHY
+
+    build = guard.Builder(POLICY, 0, Memory(), fastest)
+    build.expect([spec()])
+    plan, outcomes = build(spec())
+    assert (plan.choice, plan.verified) == (Choice(7, ()), CHECKED)
+    assert [(each.accepted, each.reason) for each in outcomes] == [(True, WHY)]
+    assert (behaves.tried, asked) == ([7], ["g"])
+    assert build(spec("an_equal_one"))[1] == outcomes and len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("does", "kept_why"),
+    [
+        ("wrong: off by 0.5", "wrong: off by 0.5"),
+        ("aborts", "the process that tried it died of SIGABRT"),
+        ("hangs", "the process that tried it hangs, or takes more than 1 s"),
+        ("does not launch", None),
+    ],
+)
+def test_where_the_fastest_does_not_pass_the_ranking_follows(
+    does: str, kept_why: str | None, behaves: Behaves
+) -> None:
+    behaves.start(e4="is right", e7=does, e9="is right")
+    kept = Memory()
+    build = guard.Builder(POLICY, 0, kept, lambda part: (Choice(7, ()), WHY))
+    plan, outcomes = build(spec())
+    assert plan.choice == Choice(4, ()) and WHY not in {each.reason for each in outcomes}
+    assert kept.rejected == ({} if kept_why is None else {Choice(7, ()): kept_why})
+    assert set(behaves.tried) == {7, 4}
+
+
+def test_the_first_of_the_ranking_is_the_fastest_too(behaves: Behaves) -> None:
+    behaves.start(e4="is right", e7="is right")
+    _, outcomes = guard.Builder(POLICY, 0, Memory(), lambda part: (Choice(4, ()), WHY))(spec())
+    assert [(each.candidate.choice.engine, each.reason) for each in outcomes] == [(4, WHY)]
+
+
 def test_where_nothing_passes_each_reason_is_said_once_and_the_graph_is_cut(
     behaves: Behaves,
 ) -> None:
@@ -186,7 +234,8 @@ def test_without_workers_plans_are_checked_here_with_one_warning(
         def __init__(self, *args: Any, rejected: Mapping[Choice, str]) -> None:
             assert rejected == {}
 
-        def first(self) -> verification.Found:
+        def first(self, ahead: Choice | None) -> verification.Found:
+            assert ahead is None
             bad, choice = (Candidate(n, Choice(n, ()), f"eng{n}") for n in (3, 9))
             outcomes = (Outcome(bad, False, "wrong: off by 1", wrong=True), Outcome(choice, True))
             return verification.Found(FakePlan(Choice(9, ())), outcomes, 1e-5)  # type: ignore[arg-type]

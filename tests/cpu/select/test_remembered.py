@@ -13,13 +13,14 @@ import pytest
 import cudnngraph as cg
 from cudnngraph.backend import env
 from cudnngraph.backend.candidates import UNRANKED, Candidate, Outcome
-from cudnngraph.backend.plan import Choice
+from cudnngraph.backend.plan import KERNEL, Choice
 from cudnngraph.cache.measured import Measured
 from cudnngraph.cache.state import STATE
 from cudnngraph.ir.key import step_digest
 from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.select.config import FINAL_ROUNDS, QUICK_ROUNDS
 from cudnngraph.select.decision import Selection
-from cudnngraph.select.remembered import RememberedBench, is_ranked, keep_ranking
+from cudnngraph.select.remembered import RememberedBench, fastest, is_ranked, keep_ranking
 from plans_cache.measurements import Measurements
 from tests.fakes import H200
 from tests.searches import F16, POLICY, Bench, Offer, block, chain, of, ops, run, table, taken
@@ -326,3 +327,54 @@ def test_the_oldest_go_until_the_rest_is_small_enough(tmp_path: Path) -> None:
     assert kept.prune(max_total_bytes=2 * size) == (2, 2 * size)
     assert [bool(kept.of(f"{number}" * 32)) for number in range(4)] == [False, False, True, True]
     assert kept.prune(unused_for_s=6.5, now=9.0) == (1, size)
+
+
+# -- what was fastest ------------------------------------------------------------------------------
+
+
+def named(choice: Choice | None) -> Any:
+    return None if choice is None else [choice.engine, [list(knob) for knob in choice.knobs]]
+
+
+def built(choice: Choice, workspace: int = 0, right: bool = True) -> dict[str, Any]:
+    row = {"what": "built", "choice": named(choice), "right": right}
+    return {**row, "workspace_bytes": workspace}
+
+
+def times(taken: dict[Choice | None, float], rounds: int = QUICK_ROUNDS) -> dict[str, Any]:
+    choices = [named(choice) for choice in taken]
+    return {"what": "times", "choices": choices, "rounds": rounds, "times": [*taken.values()]}
+
+
+A, B, GENERATED = Choice(1, (("CFG", 2),)), Choice(2, ()), Choice(KERNEL, ())
+BUILT = [built(A), built(B), built(GENERATED)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], None),
+        ([built(A)], None),
+        ([times({A: 1.0})], None),  # whether it passed is not known
+        ([built(A, right=False), built(B), times({A: 1.0}), times({B: 2.0})], B),
+        ([*BUILT, times({A: 2.0}), times({B: 1.0})], B),
+        ([*BUILT, times({A: 2.0, B: 3.0, None: 0.5, GENERATED: 0.1})], A),
+        ([*BUILT, times({None: 0.5, GENERATED: 0.1})], None),
+        ([*BUILT, times({A: 1.0}), times({B: 2.0}), times({A: 2.0, B: 1.5}, FINAL_ROUNDS)], B),
+        ([*BUILT, times({A: 2.0, B: 1.5}, FINAL_ROUNDS), times({A: 1.0}), times({B: 2.0})], B),
+        ([*BUILT, times({A: 1.0}), times({None: 2.0, GENERATED: 1.5}, FINAL_ROUNDS)], A),
+        ([built(A, 64), built(B), times({A: 1.0, B: 1.01}, FINAL_ROUNDS)], B),
+        ([built(A, 64), built(B), times({A: 1.0, B: 1.05}, FINAL_ROUNDS)], A),
+        ([{"what": "times"}, {}, built(A), times({A: 1.0})], A),
+    ],
+)
+def test_the_fastest_plan_that_passed_is_told(rows: Any, expected: Choice | None) -> None:
+    assert fastest(json.loads(json.dumps(rows))) == expected
+
+
+def test_the_fastest_by_what_a_search_has_left_is_what_it_took() -> None:
+    memo = Memo()
+    steps = [step for step in search(chain(), bench(), memo).steps if step.choice is not None]
+    assert steps
+    for step in steps:
+        assert fastest(memo.of(step.spec)) == step.choice

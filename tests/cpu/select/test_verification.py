@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import cudnngraph as cg
+from cudnngraph.backend import candidates
 from cudnngraph.backend.candidates import Candidate, Outcome
 from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import lookup
+from cudnngraph.ir import wire
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.policy import Policy
 from cudnngraph.select import guard, verification, worker
@@ -167,3 +169,101 @@ def test_a_worker_checks_a_step_anew_under_another_policy() -> None:
     assert Data.made == [POLICY, tf32], "once each"
     ranked, tried = [-1, []], [7, []]
     assert [each["trying"] for each in said] == [ranked, tried, ranked, tried, tried, tried]
+
+
+# -- what was measured fastest ---------------------------------------------------------------------
+
+UNRANKED_CHOICE = Choice(9, (("CFG", 1),))
+
+
+def engines(found: verification.Found) -> list[tuple[int, bool, str]]:
+    return [(o.candidate.choice.engine, o.accepted, o.reason) for o in found.outcomes]
+
+
+@pytest.fixture
+def ranked(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
+    ranking = [Choice(engine, ()) for engine in (4, 5, 7)]
+    monkeypatch.setattr(Proposed, "ranking", ranking)
+    monkeypatch.setattr(verification.env, "capability", lambda index: 90)
+    monkeypatch.setattr(candidates, "why_rejected", lambda *args, **options: None)
+    return ranking
+
+
+@pytest.mark.parametrize("ahead", [Choice(5, ()), UNRANKED_CHOICE])
+def test_a_choice_is_tried_before_the_ranking_that_may_not_have_it(
+    ahead: Choice, ranked: list[Choice]
+) -> None:
+    told: list[Choice] = []
+    found = verification.Checks(spec(), POLICY, 0, tell=told.append).first(ahead)
+    assert found.plan is not None and found.plan.choice == ahead
+    assert (engines(found), found.error) == ([(ahead.engine, True, "")], 1e-4)
+    assert told == [verification.RANKING, ahead], "no other is built"
+
+
+@pytest.mark.parametrize("ahead", [Choice(5, ()), UNRANKED_CHOICE])
+def test_a_choice_that_is_wrong_is_followed_by_the_ranking(
+    ahead: Choice, ranked: list[Choice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def why(data: Data, plan: Any) -> str | None:
+        return "wrong: off by 1" if plan.choice == ahead else None
+
+    monkeypatch.setattr(Data, "why_wrong", why)
+    found = verification.Checks(spec(), POLICY, 0).first(ahead)
+    assert engines(found) == [(ahead.engine, False, "wrong: off by 1"), (4, True, "")]
+    assert set(guard.wrong_of(found.outcomes)) == {ahead}
+
+
+def test_a_choice_that_was_tried_ahead_is_not_tried_again(
+    ranked: list[Choice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Data, "why_wrong", lambda data, plan: "wrong: off by 1")
+    found = verification.Checks(spec(), POLICY, 0).first(ranked[1])
+    assert [engine for engine, _, _ in engines(found)] == [5, 4, 7] and found.plan is None
+
+
+def test_a_choice_that_does_not_build_is_followed_by_the_ranking(
+    ranked: list[Choice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(spec: GraphSpec, choice: Choice, index: int) -> Any:
+        raise cg.NotSupported(str(choice), ["it has no such knobs"])
+
+    monkeypatch.setattr(verification, "replay", refuse)
+    found = verification.Checks(spec(), POLICY, 0).first(UNRANKED_CHOICE)
+    assert engines(found) == [(9, False, "it has no such knobs"), (4, True, "")]
+
+
+def test_a_choice_that_is_barred_or_known_to_be_wrong_is_followed_by_the_ranking(
+    ranked: list[Choice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Choice] = []
+    barred = cg.Policy(allow_tf32=False, verify="isolated", exclude_engines=("eng9",))
+    found = verification.Checks(spec(), barred, 0, tell=told.append).first(UNRANKED_CHOICE)
+    why = "barred by the policy: exclude_engines has 'eng9'"
+    assert engines(found) == [(9, False, why), (4, True, "")]
+
+    def known(candidate: Candidate, *args: Any, **options: Any) -> str | None:
+        return "it is known to be wrong" if candidate.choice == UNRANKED_CHOICE else None
+
+    monkeypatch.setattr(verification, "why_passed_over", known)
+    found = verification.Checks(spec(), POLICY, 0, tell=told.append).first(UNRANKED_CHOICE)
+    assert engines(found) == [(9, False, "it is known to be wrong"), (4, True, "")]
+    rejected = {UNRANKED_CHOICE: "died of SIGSEGV"}
+    checks = verification.Checks(spec(), POLICY, 0, tell=told.append, rejected=rejected)
+    assert engines(checks.first(UNRANKED_CHOICE)) == [(4, True, "")]
+    assert UNRANKED_CHOICE not in told, "it is not even built"
+
+
+def test_a_worker_is_told_what_to_begin_with(ranked: list[Choice]) -> None:
+    made = worker.Worker(0, lambda message: None)
+    task = {
+        "task": "first",
+        "spec": wire.from_spec(spec()),
+        "policy": wire.from_policy(POLICY),
+        "gate": None,
+        "rejected": [],
+        "choices": [],
+    }
+    for ahead, taken in ((None, ranked[0]), (UNRANKED_CHOICE, UNRANKED_CHOICE)):
+        told = None if ahead is None else worker.from_choice(ahead)
+        (outcome,) = made.answer({**task, "ahead": told})["outcomes"]
+        assert worker.to_candidate(outcome).choice == taken

@@ -1,0 +1,83 @@
+"""What was measured fastest for a step of any graph, for choices that measure nothing.
+
+A step of this graph may have been measured within another one, by a search on this machine or by
+the run that made the seeds. The same step, policy, GPU and cuDNN are asked for, so that whatever
+the policy bars was barred there too. Whether TF32 is allowed is the same for a step that multiplies
+no float32, in a graph of which another step does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from plans_cache.record import PlanRecord, digest, entry_id
+from plans_cache.store import PlanStore
+
+from ..backend import env
+from ..backend.candidates import multiplies_float32
+from ..backend.plan import Choice
+from ..errors import UnkeyableError
+from ..ir.key import graph_key
+from ..ir.spec import GraphSpec
+from ..policy import Policy
+from ..select.decision import StepPlan
+from ..select.remembered import fastest
+from ..select.worker import from_choice, to_choice
+from . import near
+from .codec import env_components
+from .measured import Measured
+
+BEFORE = "measured fastest for this step on such a GPU: a search before"
+SEED = "measured fastest for this step on such a GPU: a seed"
+
+
+class Fastest:
+    """See :data:`~cudnngraph.select.guard.Fastest`: what is kept in the directory, then the seeds
+    of ``store``."""
+
+    def __init__(self, store: PlanStore, policy: Policy, device_index: int) -> None:
+        self._store = store
+        self._policy = policy
+        self._index = device_index
+        self._kept = {
+            allowed: Measured(replace(policy, allow_tf32=allowed), device_index)
+            for allowed in (False, True)
+        }
+
+    @cached_property
+    def _env(self) -> str:
+        return digest(env_components(env.env_key(self._index)))
+
+    def __call__(self, spec: GraphSpec) -> tuple[Choice, str] | None:
+        """The choice for a step and what it is known from, or None."""
+        alike = (bool(self._policy.allow_tf32),) if multiplies_float32(spec) else (False, True)
+        found = fastest([row for allowed in alike for row in self._kept[allowed].timed(spec)])
+        if found is not None:
+            return found, BEFORE
+        try:
+            listed = self._store.seed_step(_id(spec, self._policy, self._env))
+            return None if listed is None else (to_choice(listed), SEED)
+        except (UnkeyableError, TypeError, ValueError):
+            return None  # a step without a key, or what is no choice
+
+
+def listed_steps(
+    record: PlanRecord, steps: tuple[StepPlan, ...], policy: Policy
+) -> dict[str, list[object]]:
+    """What a list of the steps of seeds says of a record: the choice of cuDNN's for each step that
+    was measured, by the step's id."""
+    found: dict[str, list[object]] = {}
+    for step in steps if near.is_measured(record) else ():
+        if step.choice is not None and step.kind == "cudnn" and step.time_us is not None:
+            found[_id(step.spec, policy, record.env_digest)] = from_choice(step.choice)
+    return found
+
+
+def _id(spec: GraphSpec, policy: Policy, env_digest: str) -> str:
+    """The id of a step, which takes as long whatever else the policy lets steps be. Raises
+    :class:`UnkeyableError`."""
+    allowed = bool(policy.allow_tf32) and multiplies_float32(spec)
+    return entry_id(
+        graph_key(spec, replace(policy, kernels=None, allow_tf32=allowed)).digest, env_digest
+    )
