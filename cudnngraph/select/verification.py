@@ -157,6 +157,10 @@ class Checks:
             return Found(None, (Outcome(candidate, False, why),), None)
         self._tell(choice)
         plan = replay(spec, choice, index)
+        need, limit = plan.workspace_bytes, policy.workspace_limit
+        if limit is not None and need > limit:
+            reason = f"needs {need} bytes of workspace, over {limit}"
+            return Found(None, (Outcome(candidate, False, reason, need),), None)
         why, error = checked(self._trial, plan, self._gate)
         outcome = Outcome(candidate, why is None, why or "", plan.workspace_bytes, why is not None)
         return Found(plan if why is None else None, (outcome,), error)

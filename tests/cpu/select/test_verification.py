@@ -267,3 +267,17 @@ def test_a_worker_is_told_what_to_begin_with(ranked: list[Choice]) -> None:
         told = None if ahead is None else worker.from_choice(ahead)
         (outcome,) = made.answer({**task, "ahead": told})["outcomes"]
         assert worker.to_candidate(outcome).choice == taken
+
+
+def test_a_choice_that_needs_too_much_workspace_is_followed_by_the_ranking(
+    ranked: list[Choice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large(spec: GraphSpec, choice: Choice, index: int) -> Any:
+        return FakePlan(choice, 4096)
+
+    monkeypatch.setattr(verification, "replay", large)
+    policy = cg.Policy(allow_tf32=False, verify="isolated", workspace_limit=1024)
+    found = verification.Checks(spec(), policy, 0).first(UNRANKED_CHOICE)
+    why = "needs 4096 bytes of workspace, over 1024"
+    assert engines(found) == [(9, False, why), (4, True, "")]
+    assert guard.wrong_of(found.outcomes) == {}, "it is right, and may serve another policy"
