@@ -127,7 +127,7 @@ def _groups(ends: torch.Tensor, rows: int) -> Iterator[tuple[int, slice]]:
 
 def multiplied_by_groups(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """x (M, K), y (G, K, N), ends (G,) → (M, N): what ``grouped_matmul`` means."""
-    made = x.new_zeros(x.shape[0], y.shape[2])
+    made = x[:, :0] @ y[:0].sum(0)[:0]  # zeros that have a gradient, where no group has rows too
     for group, rows in _groups(ends, x.shape[0]):
         made[rows] = x[rows] @ y[group]
     return made
@@ -135,7 +135,7 @@ def multiplied_by_groups(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -
 
 def _run_grouped_wgrad(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     x, dy, ends = map(need, inputs)
-    made = x.new_zeros(ends.shape[0], x.shape[1], dy.shape[1])
+    made = (x[:0].t() @ dy[:0]).repeat(ends.shape[0], 1, 1)  # zeros, as above
     for group, rows in _groups(ends, x.shape[0]):
         made[group] = x[rows].t() @ dy[rows]
     return made
