@@ -100,8 +100,8 @@ def propose(
 
 
 #: A quirk of cuDNN (9.19 to 9.28): the engines of convolutions that have no tensor cores, which its
-#: ranking has first for 16-bit images of single pixels and, say, 150 channels. For windows longer
-#: than 32 they are the only ones that fuse anything.
+#: ranking has first for 16-bit images of single pixels and, say, 150 channels. In 9.19 they are the
+#: only ones that fuse anything behind windows longer than 32.
 _PLAIN_ENGINES = frozenset({0, 11, 35})
 _ONLY_PLAIN = "only engines without tensor cores fuse it; the convolution alone has others"
 

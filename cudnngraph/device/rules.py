@@ -159,7 +159,7 @@ class DeviceRules:
         33,
         "steps of a window",
         "from how long on a convolution of sequences is a product of blocks of steps: cuDNN's "
-        "engines with tensor cores that fuse end at 32 (listed, not timed)",
+        "engines (9.19) with tensor cores that fuse end at 32 (listed, not timed)",
         alternative="the convolution as it is",
         stage="import",
         others=(ANY,),
