@@ -8,7 +8,7 @@ how many of the candidates a search goes on to depends on the times that it find
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from ..select.listing import parts
 from ..select.remembered import is_ranked, keep_ranking
 from ..select.rules import why_not_cudnn
 from ..select.search import Part
-from .offline import WITHOUT_DRIVER, ListedPlan, listed_plans, plan_lines, telling
+from .offline import WITHOUT_DRIVER, ListedPlan, OnTarget, listed_plans, plan_lines, telling
 
 _UNTIMED = "nothing is timed here"
 
@@ -72,20 +72,13 @@ class ListedPart:
 
 
 @dataclass(frozen=True)
-class Candidates:
+class Candidates(OnTarget):
     """The parts of a graph that a search may build on a described GPU, in the order of a search.
 
     ``whole_by_torch`` says why the graph is not for cuDNN at all. ``kept`` counts the parts whose
     ranking is in the cache for that GPU.
     """
 
-    spec: GraphSpec
-    target: str
-    gpu_name: str
-    policy: Policy
-    cudnn_version: int
-    frontend_version: str
-    driver: bool
     parts: tuple[ListedPart, ...]
     whole_by_torch: str = ""
     kept: int = 0
@@ -107,12 +100,7 @@ class Candidates:
     def to_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts, numbers and strings, for JSON."""
         return {
-            "graph": self.spec.name,
-            "target": self.target,
-            "gpu_name": self.gpu_name,
-            "cudnn_version": self.cudnn_version,
-            "frontend_version": self.frontend_version,
-            "driver": self.driver,
+            **self._place(),
             "max_candidates": self.policy.max_candidates,
             "whole_by_torch": self.whole_by_torch,
             "kept": self.kept,
@@ -123,7 +111,7 @@ class Candidates:
                     "torch": part.torch,
                     "kernels": part.kernels,
                     "refusals": list(part.refusals),
-                    "plans": [{**asdict(plan), "knobs": dict(plan.knobs)} for plan in part.plans],
+                    "plans": [plan.to_dict() for plan in part.plans],
                 }
                 for part in self.parts
             ],

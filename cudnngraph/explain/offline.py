@@ -66,6 +66,10 @@ class ListedPlan:
     allowed: bool
     reason: str
 
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as dicts, numbers and strings, for JSON."""
+        return {**asdict(self), "knobs": dict(self.knobs)}
+
     @property
     def choice(self) -> Choice:
         """The name of the plan: engine and knobs."""
@@ -100,8 +104,9 @@ class PlannedStep:
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """The steps of a graph on a described GPU, the plans of each; ``str()`` of it is readable."""
+class OnTarget:
+    """A graph, and the described GPU and versions that something is said of it for. Without a
+    ``driver`` runtime-compiled engines are not listed."""
 
     spec: GraphSpec
     target: str
@@ -110,6 +115,22 @@ class Explanation:
     cudnn_version: int
     frontend_version: str
     driver: bool
+
+    def _place(self) -> dict[str, Any]:
+        return {
+            "graph": self.spec.name,
+            "target": self.target,
+            "gpu_name": self.gpu_name,
+            "cudnn_version": self.cudnn_version,
+            "frontend_version": self.frontend_version,
+            "driver": self.driver,
+        }
+
+
+@dataclass(frozen=True)
+class Explanation(OnTarget):
+    """The steps of a graph on a described GPU, the plans of each; ``str()`` of it is readable."""
+
     steps: tuple[PlannedStep, ...]
 
     @property
@@ -120,12 +141,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts, numbers and strings, for JSON."""
         return {
-            "graph": self.spec.name,
-            "target": self.target,
-            "gpu_name": self.gpu_name,
-            "cudnn_version": self.cudnn_version,
-            "frontend_version": self.frontend_version,
-            "driver": self.driver,
+            **self._place(),
             "policy": {
                 **asdict(self.policy),
                 "exclude_engines": list(self.policy.exclude_engines),
@@ -142,7 +158,7 @@ class Explanation:
                         for refusal in step.refusals
                     ],
                     "source": step.source,
-                    "plans": [{**asdict(plan), "knobs": dict(plan.knobs)} for plan in step.plans],
+                    "plans": [plan.to_dict() for plan in step.plans],
                 }
                 for step in self.steps
             ],
