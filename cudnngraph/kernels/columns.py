@@ -171,12 +171,7 @@ class ColumnWriter(Writer):
         body = self._body()
         step = blocks * plan.rows
         loop = f"for ({kind} some = ({kind})blockIdx.x * {plan.rows}u; some < {rows.row.extent}u; "
-        inside = [f"{kind} r = some + y;"]
-        if rows.row.extent % plan.rows:
-            inside += [
-                f"const bool mine = r < {rows.row.extent}u;",
-                f"if (!mine) r = {rows.row.extent - 1}u;",
-            ]
+        inside = [f"{kind} r = some + y;", *self._mine()]
         sums = []
         for name, column in zip(self._sums, self._columns, strict=True):
             start = KINDS[column.value.kind][0]
@@ -213,7 +208,7 @@ class ColumnWriter(Writer):
     def _written(self) -> None:
         codes = [self._at(column.value.operand, column.index).text for column in self._columns]
         super()._written()
-        guard = "if (mine) " if self._rows.row.extent % self._plan.rows else ""
+        guard = "if (mine) " if self._mine() else ""
         for name, column, code in zip(self._sums, self._columns, codes, strict=True):
             combine = KINDS[column.value.kind][1]
             self._each_lane(f"{guard}{name}[c][j] = {combine}::of({name}[c][j], {code});")

@@ -216,11 +216,7 @@ class Writer:
                 f"const u32 t = threadIdx.x % {plan.team}u;",
                 f"{kind} r = ({kind})blockIdx.x * {plan.rows}u + threadIdx.x / {plan.team}u;",
             ]
-            if rows.row.extent % plan.rows:
-                head += [
-                    f"const bool mine = r < {rows.row.extent}u;",
-                    f"if (!mine) r = {rows.row.extent - 1}u;",
-                ]
+            head += self._mine()
             if self._ends and rows.start is not None:
                 terms = {digit: by for digit, by in rows.start.terms if digit.var != rows.inner}
                 start = Sum.of(terms, rows.start.number).code(self._names)
@@ -230,6 +226,13 @@ class Writer:
             if self._most_blocks:
                 blocks = min(blocks, self._most_blocks)
         return [*head, *self._declared, *body], blocks
+
+    def _mine(self) -> list[str]:
+        """Lines that have threads without a row go with the last one, and write nothing."""
+        extent = self._rows.row.extent
+        if extent % self._plan.rows == 0:
+            return []
+        return [f"const bool mine = r < {extent}u;", f"if (!mine) r = {extent - 1}u;"]
 
     def _body(self) -> list[str]:
         """The passes over a row."""
