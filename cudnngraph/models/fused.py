@@ -145,15 +145,23 @@ class Fused(StandIn):
         if not errors:
             wanted = self._wanted(self._call(args, kwargs))
             try:
-                errors = self._checked(wanted, form, results)
+                errors = self._checked_first(wanted, form, results, args, kwargs)
             except WrongResult as error:
-                if self.report.folded:
-                    errors = self._unfolded(wanted, args, kwargs, error)
-                elif form.doubts:
+                if form.doubts:
                     raise CannotImport(f"{self._name} {asks(form.doubts[0])}") from error
-                else:
-                    raise
+                raise
         self.report = replace(self.report, errors=errors)
+
+    def _checked_first(
+        self, wanted: Wanted, form: Form, results: Any, args: Any, kwargs: Any
+    ) -> Errors:
+        """The errors of the first form, or of one without folded norms if these put it off."""
+        try:
+            return self._checked(wanted, form, results)
+        except WrongResult as error:
+            if self.report is None or not self.report.folded:
+                raise
+            return self._unfolded(wanted, args, kwargs, error)
 
     def _unfolded(self, wanted: Wanted, args: Any, kwargs: Any, error: WrongResult) -> Errors:
         """Make the form anew with norms that stay behind their convolutions, and check it: weights
