@@ -147,6 +147,11 @@ class Plan:
         else:
             self._graph.execute_plan_at_index(pack, workspace, self._index, handle)
 
+    def bound(self, pointers: Any, workspace: int, stream: int) -> Callable[[], None] | None:
+        """A call of nothing that launches on these addresses and this stream, where that is
+        shorter than :meth:`execute`."""
+        return None
+
     def launcher(self, places: Sequence[int]) -> Callable[[Sequence[int], int, Any], None]:
         """A call that launches with the addresses at ``places`` of a list (inputs, then outputs),
         a workspace and a handle: :meth:`execute` for one that is launched often."""

@@ -11,7 +11,7 @@ import json
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,28 @@ class Kernel(Plan):
                     (error,) = launch(each, many, 1, 1, wide, 1, 1, 0, stream, where, 0)
                     if error:
                         break
+            if error:
+                raise RuntimeError(f"a generated kernel was not launched: {error!r}")
+
+        return call
+
+    def bound(self, pointers: Any, workspace: int, stream: int) -> Callable[[], None]:
+        """See :class:`Plan`: what the driver is given is put together here, once."""
+        driver_call = _driver().cuLaunchKernel
+        given = array("Q", [pointers.buffer_info()[0], 0, workspace])
+        where, _ = given.buffer_info()
+        given[1] = where + 2 * given.itemsize
+        calls = [
+            partial(driver_call, each, blocks, 1, 1, threads, 1, 1, 0, stream, where, 0)
+            for each, blocks, threads in self._launches
+        ]
+        first, others = calls[0], calls[1:]
+
+        def call(alive: object = (pointers, given)) -> None:
+            (error,) = first()
+            for each in others:
+                if not error:
+                    (error,) = each()
             if error:
                 raise RuntimeError(f"a generated kernel was not launched: {error!r}")
 

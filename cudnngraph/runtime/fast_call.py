@@ -267,6 +267,11 @@ def build_launch(
         f"if entry.stream != {stream}: follow({index})",
     ]
     for number, each in enumerate(launches):
+        bound = each.plan.bound(each.pointers, each.scratch, stream)
+        if bound is not None:
+            names[f"launch{number}"] = bound
+            code.append(f"launch{number}()")
+            continue
         if each.plan.native is None:
             return None
         launch, place = each.plan.native

@@ -386,6 +386,7 @@ def measure(case: Case) -> list[Way]:
     copies = [lambda a=a, b=b: torch.neg(a, out=b) for a, b in halves]
     eager = [lambda given=given: case.eager(*given) for given in sets]
     graphs = [_captured(copies, many), _captured(eager, many)]
+    alive: list[list[Call]] = []  # what a graph replays writes to what its calls hold
     ways: list[Way] = []
     failed: list[Way] = []
     for way, kernel_ in _ways(case):
@@ -393,6 +394,7 @@ def measure(case: Case) -> list[Way]:
             failed.append(way)
             continue
         calls = _calls(case, kernel_, sets, outs)
+        alive.append(calls)
         for each in outs[0]:
             each.fill_(math.nan)
         calls[0]()

@@ -434,3 +434,28 @@ def test_launches_get_the_addresses_and_the_workspace_in_order(
         ("first", 5, 64, 77, [10, 20, 30], 4096),
         ("second", 2, 32, 77, [10, 20, 30], 4096),
     ]
+    launched = seen[:]
+    seen.clear()
+    bound = made.bound(made.pointers([10, 20, 30]), 4096, 77)
+    assert seen == []
+    bound()
+    bound()
+    assert seen == launched * 2
+
+
+def test_a_bound_launch_that_fails_says_so_and_launches_nothing_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    def launch(function: str, *rest: int) -> tuple[str]:
+        seen.append(function)
+        return ("CUDA_ERROR_INVALID_VALUE",)
+
+    monkeypatch.setattr(kernel, "_driver", lambda: SimpleNamespace(cuLaunchKernel=launch))
+    made = kernel.Kernel.__new__(kernel.Kernel)
+    made._launches = [("first", 5, 64), ("second", 2, 32)]
+    bound = made.bound(made.pointers([10]), 0, 77)
+    with pytest.raises(RuntimeError, match=r"was not launched: 'CUDA_ERROR_INVALID_VALUE'"):
+        bound()
+    assert seen == ["first"]

@@ -583,7 +583,7 @@ def test_a_bound_call_launches_the_short_way_on_its_stream_alone(gpu: SimpleName
         pointers = tuple((ctypes.c_uint64 * count).from_address(address))
         seen.append((pointers, workspace, handle, place))
 
-    plan: Any = SimpleNamespace(native=(launch, 3))
+    plan: Any = SimpleNamespace(native=(launch, 3), bound=lambda *given: None)
     launches = [
         fast_call.PlanLaunch(plan, array("Q", [16, 32]), 64),
         fast_call.PlanLaunch(plan, array("Q", [32, 48, 4096]), 128),
@@ -605,6 +605,12 @@ def test_a_bound_call_launches_the_short_way_on_its_stream_alone(gpu: SimpleName
     assert gpu.followed == [0]
     plan.native = None
     assert fast_call.build_launch(launches, 0, 5) is None
+    bound = []
+    plan.bound = lambda *given: lambda: bound.append(given)
+    gpu.stream = 5
+    shorter = fast_call.build_launch(launches, 0, 5)
+    assert shorter is not None and shorter()
+    assert bound == [(each.pointers, each.scratch, 5) for each in launches]
 
 
 def test_there_is_no_short_call_where_torch_has_a_step_or_the_binding_no_call(
