@@ -101,7 +101,7 @@ class _Maker:
 
     def beside(self, x: _Known) -> _Known:
         """An operand for an op of two, in float32 where dtypes do not mix."""
-        alike = [each for each in self.pool if each.shape == x.shape and each.most]
+        alike = [each for each in self.pool if _repeats(each.shape, x.shape) and each.most]
         like = alike and self.r.random() < 0.3
         made = self.r.choice(alike) if like else self.given(self.broadcast(x.shape))
         if {x.value.dtype, made.value.dtype} == {F16, BF16}:
@@ -143,6 +143,15 @@ class _Maker:
         most = {"mul": x.most * y.most, "add": x.most + y.most, "sub": x.most + y.most}
         made = getattr(self.g, op)(*(each.value for each in pair))
         return _Known(made, most.get(op, max(x.most, y.most)))
+
+    def by_channel(self, x: _Known) -> _Known | None:
+        """A vector added to channels, or channels by a vector."""
+        if len(x.shape) < 2 or x.value.dtype not in WHOLE:
+            return None
+        y = _Known(self.given((x.shape[1],), x.value.dtype).value, MOST)
+        if self.r.random() < 0.5:
+            return _Known(self.g.bias(x.value, y.value), x.most + y.most)
+        return _Known(self.g.scale(x.value, y.value), x.most * y.most)
 
     def one(self, x: _Known) -> _Known:
         op = self.r.choice(("relu", "neg", "abs", "clamp", "identity", "cast"))
@@ -274,8 +283,10 @@ class _Maker:
         self.pool = [x]
         for _ in range(r.choice((1, 2, 3, 4, 5, 6, 8))):
             way = r.random() * (0.8 if self.turned else 1.1)
-            if way < 0.3:
+            if way < 0.25:
                 made = self.two(x)
+            elif way < 0.3:
+                made = self.by_channel(x)
             elif way < 0.45:
                 made = self.one(x)
             elif way < 0.8:
@@ -314,6 +325,11 @@ class _Maker:
             found = self.strides(shape)
             if not overlaps_itself(shape, found):
                 return found
+
+
+def _repeats(shape: Shape, wide: Shape) -> bool:
+    """Whether a shape is repeated to another one of as many dims."""
+    return len(shape) == len(wide) and all(n in (1, w) for n, w in zip(shape, wide, strict=True))
 
 
 def region(seed: int) -> GraphSpec:

@@ -101,6 +101,8 @@ class Sum:
                 return None
             if by >= div and by % div:
                 return None
+            if high < top and digit.mod % (high // by):
+                return None  # what is cut off above is no digit of the variable
             part = Digit(digit.var, digit.div * (low // by), high // low)
             wanted[part] = wanted.get(part, 0) + low // div
         if not self._nested():
@@ -201,17 +203,22 @@ def place(index: Iterable[Sum], strides: Iterable[int]) -> Sum:
 
 def reshaped(index: Sequence[Sum], shape: Sequence[int], to: Sequence[int]) -> list[Sum] | None:
     """The index into a tensor of shape ``to`` of the element that ``index`` names in ``shape``, in
-    row-major order; None if it is no sum of digits."""
+    row-major order; None if it is no sum of digits. No index is past its shape, whatever the digits
+    that it is made of could come to: a part of a concatenation is asked for its own places alone.
+    """
     steps, step = [], 1
     for extent in reversed(shape):
         steps.append(step)
         step *= extent
     linear = place(index, reversed(steps))
     found: list[Sum] = []
-    div = step
+    div, first = step, True
     for extent in to:
         div //= max(extent, 1)
-        cut = linear.cut(div, extent)
+        cut: Sum | None = Sum()
+        if extent > 1:
+            most = linear.most // div + 1 if first else extent
+            cut, first = linear.cut(div, max(extent, most)), False
         if cut is None:
             return None
         found.append(cut)

@@ -612,11 +612,10 @@ class Writer:
             raise Narrower
         there = self._picked_of(value, index)
         var = self._picks[id(value), index]
-        self.name(var, var.name)
+        name = f"at{self._new()}"  # the same place may be asked for again
+        self.name(var, name)
         text = at.text.replace("[j]", "[0]")
-        self._lines.append(
-            f"const u32 {var.name} = (u64){text} < {var.extent}ull ? (u32){text} : 0u;"
-        )
+        self._lines.append(f"const u32 {name} = (u64){text} < {var.extent}ull ? (u32){text} : 0u;")
         known = dict(self._known)
         found = self._at(x, there)
         self._known = known

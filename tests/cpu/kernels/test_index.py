@@ -99,3 +99,22 @@ def test_a_number_that_is_cut() -> None:
     assert index.cut(4, 100) == Sum((), 2)
     assert index.cut(3, 100) is None
     assert Sum.of({Digit(var, 1, 4): 3}, 1).cut(3, 4) == Sum(((Digit(var, 1, 4), 1),), 0)
+
+
+def test_places_of_a_part_of_a_concatenation_are_its_own() -> None:
+    """Of 7 places along a dim a part has 5: its index goes up to 6, and is asked for up to 4."""
+    var = Var("v", 3 * 7 * 2)
+    _, along, _ = digits(counter(var), (3, 7, 2))
+    there = values(along, var) < 5
+    channel = reshaped((Sum(), along, Sum()), (1, 5, 1), (5,))
+    assert channel is not None
+    assert (values(channel[0], var) == values(along, var))[there].all()
+
+
+def test_a_digit_is_not_cut_where_that_is_no_digit() -> None:
+    var = Var("v", 21)
+    digit = Sum.of({Digit(var, 1, 7): 1})  # v % 7, and (v % 7) % 5 is not v % 5
+    assert digit.cut(1, 5) is None
+    assert digit.cut(1, 7) == digit
+    even = Sum.of({Digit(var, 1, 6): 1}).cut(1, 3)
+    assert even is not None and (values(even, var) == np.arange(21) % 6 % 3).all()

@@ -217,6 +217,34 @@ def test_the_gradient_of_a_norm_by_its_data_alone(op: str, dtype: torch.dtype) -
         numerics.check(made["dx"], exact, dtype, theirs, terms=96)
 
 
+# -- parts of a concatenation ----------------------------------------------------------------------
+
+
+def test_a_part_of_a_concatenation_reads_its_own_vectors() -> None:
+    g = cg.Graph("part")
+    x, z = g.input("x", (3, 5, 4), torch.float32), g.input("z", (3, 2, 4), torch.float32)
+    vectors = [g.input(name, (5,), torch.float32) for name in "mvwb"]
+    g.output("y", g.concat([g.batch_norm(x, *vectors), z], 1))
+    spec, gen = g.spec(), torch.Generator().manual_seed(0)
+    inputs = {
+        name: torch.rand(spec.tensors[name].shape, generator=gen) + 0.5 for name in spec.inputs
+    }
+    exact = reference.run(spec, [inputs[name] for name in spec.inputs], F64)[0]
+    for schedule in schedules(spec):
+        numerics.check(run(write(spec, schedule), spec, inputs)["y"], exact, torch.float32)
+
+
+def test_rows_of_a_part_of_a_concatenation_are_not_reduced_for_every_row() -> None:
+    """Its first row would be read for each row before it, which is outside of its tensor."""
+    g = cg.Graph("part")
+    x, y = (g.input(name, (4, 48), torch.float32) for name in "xy")
+    g.output(
+        "z", g.rms_norm(g.concat([x, g.log_softmax(y, 1)], 0), g.input("w", (48,), torch.float32))
+    )
+    with pytest.raises(Refused, match="a reduction in a part of a concatenation"):
+        rows_of(g.spec())
+
+
 # -- random graphs ---------------------------------------------------------------------------------
 
 
