@@ -377,9 +377,11 @@ class DeviceRules:
         alternative="a launch that puts them together",
     )
     kernel_columns_with_rows: bool = _measured(
-        False,
+        True,
         "yes or no",
-        "whether a generated kernel reduces columns in the pass that reduces rows (not measured)",
+        "whether a generated kernel reduces columns in the pass that reduces rows: gradients of layer "
+        "norms take 0.68 to 0.86 of the time of a pass of each",
+        page="h200-reductions.md",
         alternative="a pass of each",
     )
     kernel_cluster_blocks: int = _measured(

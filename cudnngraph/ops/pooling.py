@@ -37,8 +37,14 @@ UPSAMPLE: Mapping[tuple[str, int], str] = {
 
 
 def _image(x: torch.Tensor) -> torch.Tensor:
-    """x with two spatial dims at least."""
-    return x.unsqueeze(2) if x.dim() == 3 else x
+    """x with two spatial dims at least, and the strides of its layout.
+
+    Strides of dims of extent 1 are anything, but torch guesses a layout from them too: of one
+    channel and one row with strides (4, 1, 4, 1) it reads float64 at addresses of half of one.
+    """
+    x = x.unsqueeze(2) if x.dim() == 3 else x
+    strides = contiguous_strides(x.shape)
+    return x.as_strided(x.shape, strides) if x.is_contiguous() and x.stride() != strides else x
 
 
 def _line(y: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,16 @@ def is_pointwise(spec: GraphSpec) -> bool:
     return all(OPS[node.op].pointwise or OPS[node.op].view for node in spec.nodes)
 
 
+def flattens(spec: GraphSpec) -> bool:
+    """Whether a graph has functions of exponentials that are finite for every number."""
+    if any(OPS[node.op].has("attention") for node in spec.nodes):
+        return False
+    return any(node.op.removesuffix("_backward") in _FLAT for node in spec.nodes)
+
+
+_FLAT = {"sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "softplus", "elu", "mish"}
+
+
 def rounding_of_sums(spec: GraphSpec) -> float:
     """Expected error of the longest sum of a graph in float32, term added to term.
 

@@ -32,6 +32,7 @@ from .tolerance import (
     STRICT_TOLERANCE_OF_SUMS,
     TOLERANCE,
     TORCH_FACTOR,
+    flattens,
     is_pointwise,
     is_strict,
     multiplies_fp8,
@@ -44,6 +45,7 @@ GUARD_BYTES = 4096
 _GUARD, _UNWRITTEN = 0xA5, 0xFF  # 0xFF… is NaN in every floating dtype
 _LAG_CYCLES = 1_000_000  # about 0.5 ms, in which a plan is issued
 _POWERS = (-4, -2, 0, 2, 4, 6)  # of two: the magnitudes at which functions of numbers are tried
+_LARGE_POWERS = (5, 8)  # and those at which functions are tried that flatten out
 
 
 class Runnable(Protocol):
@@ -160,6 +162,10 @@ class StepTrial:
             why = self._why_wrong_at_all_magnitudes(plan)
             if why is not None:
                 return why
+        elif flattens(self.spec):
+            why = self._why_not_finite(plan)
+            if why is not None:
+                return why
         if self._policy.deterministic:
             second = self._checked_run(plan)
             if isinstance(second, str):
@@ -178,6 +184,25 @@ class StepTrial:
                     return f"{made}, of numbers of about {2.0**power:g}"
         finally:
             self._data = usual
+        return None
+
+    def _why_not_finite(self, plan: Runnable) -> str | None:
+        """Whether large numbers give what is not finite where torch's results are.
+
+        cuDNN makes tanh and softplus of exponentials, which overflow.
+        """
+        for seed, power in enumerate(_LARGE_POWERS, start=1):
+            inputs = random_inputs(self.spec, self._device, seed, power=power)
+            wanted = reference.run(self.spec, inputs)
+            try:
+                made = self._run(plan, inputs)
+            except RuntimeError as error:
+                return f"does not run: {first_line(str(error))}"
+            for out, want in zip(made, wanted, strict=True):
+                if out.dtype.is_floating_point and out.dtype.itemsize > 1:
+                    there = want.to(out.device).abs() < torch.finfo(out.dtype).max / 2
+                    if not bool(out[there].isfinite().all()):
+                        return f"not finite where torch is, of numbers of about {2.0**power:g}"
         return None
 
     def _learn_what_is_dropped(self, plan: Runnable) -> str | None:

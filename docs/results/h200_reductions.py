@@ -72,7 +72,7 @@ OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
         {"kernel_min_width_bytes": 256},
         {"kernel_partials_again_bytes": 5 << 20},
     ),
-    "rows and columns": ({"kernel_columns_with_rows": True},),
+    "rows and columns": ({"kernel_columns_with_rows": False},),
 }
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import cudnngraph as cg
 from cudnngraph.backend import handles
 from cudnngraph.device import rules
+from cudnngraph.executor import torch_steps
 from cudnngraph.runtime.process import PROCESS
 from tests import numerics
 from tests.copies import check_slices
@@ -413,6 +414,18 @@ def test_an_unaligned_input_is_copied_by_a_call_and_refused_by_bind() -> None:
     assert torch.equal(exe(x=view), view.relu())
     with pytest.raises(cg.BindError, match=r"starts 2 bytes past a multiple of 16.*clone"):
         exe.bind(x=view, y=torch.empty(64, 64, device="cuda", dtype=torch.float16))
+
+
+def test_a_product_whose_operand_is_shared_may_be_turned() -> None:
+    """torch's product raises where it is given the result's place (H100, torch 2.11)."""
+    x = torch.randn(2, 8, 64, device="cuda").mT
+    y = torch.randn(1, 8, 32, device="cuda")
+    g = cg.Graph("product")
+    g.output("z", g.matmul(g.input("x", like=x), g.input("y", like=y)))
+    spec = g.spec()
+    out = spec.tensors["z"].empty("cuda")
+    torch_steps.launcher(spec, [x, y], [out], allow_tf32=False)()
+    numerics.check(out, x.double() @ y.double(), torch.float32, terms=8)
 
 
 def test_a_pointwise_graph_may_run_in_place() -> None:

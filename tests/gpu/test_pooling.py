@@ -67,6 +67,17 @@ def test_strides_of_a_single_row_say_nothing_of_the_layout(
         assert numerics.relative_error(out, want) <= numerics.bound(dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("stride", [(4, 1, 1), (4, 4, 1), (1, 1, 1)])
+def test_one_channel_and_one_row(dtype: torch.dtype, stride: tuple[int, int, int]) -> None:
+    """torch's float64 kernel faulted for the first of them: the reference gives it others."""
+    x = torch.empty_strided((1, 1, 4), stride, dtype=dtype, device="cuda").copy_(torch.arange(4.0))
+    g = cg.Graph("g")
+    g.output("y", g.max_pool(g.input("x", like=x), 3, 3))
+    (found,) = reference.run(g.spec(), [x], torch.float64)
+    assert found.item() == 2.0
+
+
 def _by_torch(spec: GraphSpec, x: torch.Tensor) -> torch.Tensor:
     form = spec.tensors["y"]
     out = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cuda")

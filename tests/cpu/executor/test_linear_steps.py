@@ -158,3 +158,23 @@ def test_tokens_that_lie_apart_are_no_rows() -> None:
     x = g.input("x", (2, 5, 16), F16, stride=(16, 32, 1))
     g.output("y", g.matmul(x, g.input("w", (16, 8), F16)) + g.input("b", (8,), F16))
     assert not runs_whole(g.spec())
+
+
+@pytest.mark.parametrize("batches", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("turned", ["x", "y", "z"])
+def test_products_that_share_an_operand_may_lie_in_any_order(
+    batches: tuple[int, int], turned: str
+) -> None:
+    """torch raises on a GPU where x is turned and y shared (tests/gpu/test_execution.py)."""
+    shapes = {"x": (batches[0], 64, 8), "y": (batches[1], 8, 32)}
+    g, gen = cg.Graph("product"), torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=gen) for name, shape in shapes.items()}
+    if turned != "z":
+        tensors[turned] = tensors[turned].mT.contiguous().mT
+    x, y = (g.input(name, like=each) for name, each in tensors.items())
+    strides = {"stride": (2048, 1, 64)} if turned == "z" else {}
+    g.output("z", g.matmul(x, y), **strides)
+    spec = g.spec()
+    out = spec.tensors["z"].empty("cpu")
+    torch_steps.launcher(spec, list(tensors.values()), [out], allow_tf32=False)()
+    numerics.check(out, tensors["x"].double() @ tensors["y"].double(), torch.float32, terms=8)

@@ -362,6 +362,22 @@ ODD = {
 }
 
 
+@pytest.mark.parametrize(
+    ("shape", "stride"), [((1, 1, 4), (4, 1, 1)), ((2, 1, 1, 8), (8, 1, 1, 1)), ODD["a line"]]
+)
+def test_the_reference_pools_images_with_strides_of_their_layout(
+    shape: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
+    """torch's float64 kernel faults on a GPU for some others (tests/gpu/test_pooling.py)."""
+    x = torch.empty_strided(shape, stride).copy_(torch.randn(shape))
+    image = pooling._image(x)
+    assert torch.equal(image, x.unsqueeze(2) if x.dim() == 3 else x)
+    lies = x.is_contiguous()
+    assert image.is_contiguous() == lies
+    if lies:
+        assert image.stride() == contiguous_strides(image.shape)
+
+
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("op", ["max_pool", "avg_pool", "adaptive_avg_pool", "interpolate"])
 def test_torch_is_given_strides_that_it_takes_for_one_layout(

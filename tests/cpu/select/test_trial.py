@@ -261,6 +261,27 @@ def test_a_difference_that_cancels_is_seen_where_all_numbers_are_large() -> None
     assert "of numbers of about " in str(why(Plan(spec, off)))
 
 
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+@pytest.mark.parametrize("name", ["tanh", "softplus"])
+def test_an_exponential_that_overflows_behind_a_product_is_seen(
+    name: str, dtype: torch.dtype
+) -> None:
+    """cuDNN 9.19's engine 2 gave NaN and infinity for float16."""
+    g = cg.Graph("g")
+    x, y = g.input("x", (32, 64), dtype), g.input("y", (64, 16), dtype)
+    g.output("z", getattr(g, name)(g.matmul(x, y)))
+    spec = g.spec()
+
+    def overflows(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+        x, y = (each.float() for each in given_to(plan, pointers))
+        e = (x @ y).exp()
+        by_name = {"tanh": (e * e - 1.0) / (e * e + 1.0), "softplus": (1.0 + e).log()}
+        at(pointers[-1], spec.tensors["z"]).copy_(by_name[name])
+
+    assert why(Plan(spec)) is None
+    assert str(why(Plan(spec, overflows))).startswith("not finite where torch is, of numbers of")
+
+
 def test_both_bools_are_in_a_mask_of_two() -> None:
     """Engine 1 of cuDNN 9.19 took the condition of one row for those of both."""
     g = cg.Graph("g")
