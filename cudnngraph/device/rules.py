@@ -379,8 +379,8 @@ class DeviceRules:
     kernel_columns_with_rows: bool = _measured(
         True,
         "yes or no",
-        "whether a generated kernel reduces columns in the pass that reduces rows: gradients of layer "
-        "norms take 0.68 to 0.86 of the time of a pass of each",
+        "whether a generated kernel reduces columns in the pass that reduces rows: gradients of "
+        "layer norms take 0.68 to 0.86 of the time of a pass of each",
         page="h200-reductions.md",
         alternative="a pass of each",
     )

@@ -82,7 +82,7 @@ def _gelu(x: torch.Tensor, out: torch.Tensor) -> object:
 def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
     """torch takes matrices that share the second operand as one, and ``out`` then has to lie so.
 
-    If they lie otherwise it raises on a GPU, for (2, 64, 8) with strides (512, 1, 64) by (1, 8, 32).
+    If they lie otherwise it raises on a GPU, (2, 64, 8) with strides (512, 1, 64) by (1, 8, 32).
     """
     shared = a.shape[:-2] != b.shape[:-2]
     if shared and not (a.is_contiguous() and out.is_contiguous()):
