@@ -71,7 +71,8 @@ class BoundCall:
             fixed = [launch for launch in launches if isinstance(launch, fast_call.PlanLaunch)]
             self._ready.short = None
             if len(fixed) == len(launches):
-                self._ready.short = fast_call.build_launch(fixed, index, stream)
+                scratch = self._program.scratch_bytes > 0
+                self._ready.short = fast_call.build_launch(fixed, index, stream, scratch)
             if watched:
                 return
         handle = handles.handle_on_current_stream(index) if self._program.uses_cudnn else None

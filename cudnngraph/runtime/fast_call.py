@@ -254,31 +254,35 @@ class PlanLaunch:
 
 
 def build_launch(
-    launches: Sequence[PlanLaunch], index: int, stream: int
+    launches: Sequence[PlanLaunch], index: int, stream: int, scratch: bool
 ) -> Callable[[], bool] | None:
     """A function of nothing for a row of launches; for this thread and ``stream``.
 
     It returns False, and has done nothing, where another stream or device is current, or a CUDA
-    graph is being captured. None where it cannot be written.
+    graph is being captured, which is to have a ``scratch`` memory of its own. None where it cannot
+    be written.
     """
-    names = _here(index)
-    code = [
-        f"if current() != {index} or stream_of({index}) != {stream} or capturing(): return False",
-        f"if entry.stream != {stream}: follow({index})",
-    ]
+    names, code, handle = _here(index), [], False
     for number, each in enumerate(launches):
         bound = each.plan.bound(each.pointers, each.scratch, stream)
         if bound is not None:
             names[f"launch{number}"] = bound
             code.append(f"launch{number}()")
             continue
+        handle = True
         if each.plan.native is None:
             return None
         launch, place = each.plan.native
         names |= {f"p{number}": each.pointers, f"launch{number}": launch}
         address, count = each.pointers.buffer_info()
         code.append(f"launch{number}({address}, {count}, {each.scratch}, handle, {place})")
-    made: Callable[[], bool] = _function("", [*code, "return True"], names)
+    elsewhere = f"current() != {index} or stream_of({index}) != {stream}"
+    if handle or scratch:
+        elsewhere += " or capturing()"
+    before = [f"if {elsewhere}: return False"]
+    if handle:
+        before.append(f"if entry.stream != {stream}: follow({index})")
+    made: Callable[[], bool] = _function("", [*before, *code, "return True"], names)
     return made
 
 
