@@ -284,7 +284,18 @@ class Directory:
         except OSError as error:  # the damaged file stays where it is: a miss each time
             _logger.debug("quarantine of %s: %s", path, error)
 
+    def holds(self, id: str) -> bool:
+        """Whether there is a file of entry ``id``, damaged or not."""
+        try:
+            return self._path(id).exists()
+        except OSError:
+            return False
+
     # -- all entries ---------------------------------------------------------------------------
+
+    def is_empty(self) -> bool:
+        """Whether there is no file of an entry."""
+        return next(self._files(".json"), None) is None
 
     def scan(self, *, look_only: bool = False) -> Iterator[Entry]:
         """Yield every entry, then the folders of entries that cannot be used, by their names."""

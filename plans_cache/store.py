@@ -153,6 +153,16 @@ class PlanStore:
         found = [self._record(id) for id in sorted(ids)[:MAX_FAMILY]]
         return [each for each in found if each is not None and each.family == family]
 
+    def holds(self, id: str) -> bool:
+        """Whether a tier has something under ``id``, which is not read. Counts as no lookup."""
+        kept = self._memory.peek(checked_id(id)) is not None
+        kept = kept or (self._disk is not None and self._disk.holds(id))
+        return kept or id in self._seeds_by_id()
+
+    def is_empty(self) -> bool:
+        """Whether there is no entry but seeds. Counts as no lookup."""
+        return not self._memory.sizes()[0] and (self._disk is None or self._disk.is_empty())
+
     def _record(self, id: str) -> PlanRecord | None:
         kept = self._memory.peek(id)
         if kept is not None:

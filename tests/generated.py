@@ -26,7 +26,7 @@ from cudnngraph.rewrite.passes import legalize
 from cudnngraph.runtime import compile as compiling
 from cudnngraph.runtime.process import PROCESS
 from cudnngraph.select.decision import Selection, StepPlan
-from cudnngraph.select.heuristic import by_torch, choose
+from cudnngraph.select.heuristic import Builds, by_torch, choose
 from cudnngraph.select.kernels import Kernels
 from tests import host_kernels, simulated
 
@@ -58,7 +58,7 @@ def selection(spec: GraphSpec, processors: int = PROCESSORS) -> Selection:
         return [cast(Plan, Generated()) for _ in parts]
 
     chosen = by_torch(spec) or choose(
-        legalize(spec, policy), policy, no_plan, kernels=Kernels(processors), checked=checked
+        legalize(spec, policy), policy, Builds(no_plan, checked=checked), Kernels(processors)
     )
     return Selection(chosen.steps, (None,) * len(chosen.steps))
 

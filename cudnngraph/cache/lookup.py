@@ -192,6 +192,19 @@ def selection_for(
     return here()[:2]
 
 
+def is_kept(key: Key, device_index: int) -> bool:
+    """Whether the store has an entry of a graph for a GPU, which may turn out to be of no use."""
+    environment = digest(env_components(env.env_key(device_index)))
+    return store().holds(entry_id(key.digest, environment))
+
+
+def near_entries(key: Key, device_index: int) -> tuple[near.Near, ...]:
+    """The entries of other graphs by which a choice for one begins, the nearest first."""
+    environment = env_components(env.env_key(device_index))
+    own = entry_id(key.digest, digest(environment))
+    return near.near(store(), key.components, environment, leave_out=own)
+
+
 @contextmanager
 def gpu_lock(device_index: int) -> Iterator[None]:
     """The right to measure on a GPU, held by one process and thread at a time.
@@ -307,10 +320,8 @@ def _begun_near(
 ) -> Selection:
     """The selection that ``build`` makes, which begins with the choices of near entries; under
     "heuristic" the choice of the nearest entry that passes its check."""
-    environment = env_components(env.env_key(device_index))
-    own = entry_id(key.digest, digest(environment))
     hints: dict[str, dict[Choice, str]] = {}
-    for entry in near.near(store(), key.components, environment, leave_out=own):
+    for entry in near_entries(key, device_index):
         try:
             legal = legal_of(entry.record, spec, policy)
             steps = _fitting(steps_of(entry.record, legal, resized=True), policy, device_index)

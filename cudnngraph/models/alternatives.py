@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..cache.distributed import is_distributed
 from ..device.rules import Values, following, noting, others, told
 from ..errors import CannotImport, CudnnGraphError, PlanNotCached
 from ..ir.spec import GraphSpec
-from ..runtime.compile import compile, searched_briefly
+from ..runtime.compile import begin, compile, searched_briefly
 from ..runtime.executable import Executable, import_of, note_import
 from ..select.alternatives import budget_s, times_apart
 from ..select.config import MIN_GAIN
@@ -46,19 +46,24 @@ class Copied:
 
 
 def compiled(
-    again: Again, device: torch.device, **options: Any
+    again: Again,
+    device: torch.device,
+    *,
+    meanwhile: Callable[[], object] | None = None,
+    **options: Any,
 ) -> tuple[Imported, Executable[Any] | None, Values]:
     """The import of a model that is to be run, compiled, and the values that it follows.
 
     ``again`` imports the model; ``options`` are those of
-    :func:`~cudnngraph.runtime.compile.compile`.
+    :func:`~cudnngraph.runtime.compile.compile`. ``meanwhile`` is called while plans are built, if
+    other processes build some.
     """
     with noting() as asked:
         imported = again()
     if imported.spec is None:
         return imported, None, ()
     start = time.perf_counter()
-    executable: Executable[Any] = compile(imported.spec, device, **options)
+    executable = _beside(imported.spec, device, meanwhile, options)
     if device.type != "cuda":
         return imported, executable, ()
     values, policy = import_of(executable), executable.policy
@@ -79,6 +84,23 @@ def compiled(
     except PlanNotCached as missing:
         _log.info("imported by the thresholds of the GPU: %s", missing)
     return imported, executable, ()
+
+
+def _beside(
+    spec: GraphSpec,
+    device: torch.device,
+    meanwhile: Callable[[], object] | None,
+    options: Mapping[str, Any],
+) -> Executable[Any]:
+    """A graph compiled, with ``meanwhile`` called as soon as others are at work on its plans."""
+    begun = None if meanwhile is None else begin(spec, device, **options)
+    try:
+        if begun is not None and meanwhile is not None:
+            meanwhile()
+        return compile(spec, device, begun=begun, **options)
+    finally:
+        if begun is not None:
+            begun.cancel()
 
 
 def _measured(

@@ -11,7 +11,7 @@ import torch
 
 from ..backend import handles
 from ..device.allocation import strided_copy
-from ..ir.spec import ALIGNMENT_BYTES, TensorSpec, is_dense
+from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, TensorSpec, is_dense
 from ..runtime.bound import CapturedCall
 from ..runtime.executable import Executable
 from .convert import Imported
@@ -75,11 +75,8 @@ class Bound:
             return
         tensors = imported.spec.tensors
         given = {name: _aligned(tensor) for name, tensor in imported.constants.items()}
-        for place, name in enumerate(imported.inputs):
-            if name is not None:
-                given[name] = tensors[name].empty(device).zero_()
-                packed = imported.packed.get(name)
-                self.inputs[place] = packed.image(given[name]) if packed else given[name]
+        made, self.inputs = input_tensors(imported, device)
+        given |= made
         for name in imported.spec.outputs:
             self.written[name] = given[name] = tensors[name].empty(device)
             if not is_dense(tensors[name].shape, tensors[name].stride):
@@ -108,15 +105,9 @@ class Bound:
         if self._turns is not None:
             kept = (each[1] for each in self.imported.results if not isinstance(each, str))
             self._turns.follow(chain(self.tensors.values(), kept))
-        for mine, given in zip(self.inputs, tensors, strict=True):
-            if mine is None:
-                continue
-            if isinstance(given, torch.Tensor):
-                mine.copy_(given)
-            else:
-                mine.fill_(given)
+        fill(self.inputs, tensors)
         self()
-        results = _assembled(
+        results = assembled(
             self.imported,
             tensors,
             lambda name: self._result(name, reuse or bool(sizes)),
@@ -129,19 +120,8 @@ class Bound:
 
     @property
     def routes(self) -> bool:
-        """Whether whole numbers that are computed of floats say what is computed with what, as the
-        choice of an expert does: where two floats are near each other, a rounding decides."""
-        spec = self.imported.spec
-        if spec is None:
-            return False
-        read = {name for node in spec.nodes for name in node.operands}
-        kinds = {name: tensor.dtype for name, tensor in spec.tensors.items()}
-        return any(
-            kinds[name] in (torch.int32, torch.int64) and name in read
-            for node in spec.nodes
-            if any(kinds[operand].is_floating_point for operand in node.operands)
-            for name in node.results
-        )
+        """See :func:`routes`."""
+        return self.imported.spec is not None and routes(self.imported.spec)
 
     def _cut(
         self, place: int, result: torch.Tensor, sizes: Mapping[int, int], reuse: bool
@@ -222,7 +202,7 @@ class Direct:
             seen.add(name)
             return made[name] if first else strided_copy(made[name])
 
-        return _assembled(self.imported, kept, output, made)
+        return assembled(self.imported, kept, output, made)
 
 
 def _read_behind(imported: Imported) -> frozenset[int]:
@@ -245,7 +225,44 @@ def _laid(tensor: torch.Tensor, form: TensorSpec) -> torch.Tensor:
     return form.empty(tensor.device).copy_(tensor)
 
 
-def _assembled(
+def routes(spec: GraphSpec) -> bool:
+    """Whether whole numbers that are computed of floats say what is computed with what, as the
+    choice of an expert does: where two floats are near each other, a rounding decides."""
+    read = {name for node in spec.nodes for name in node.operands}
+    kinds = {name: tensor.dtype for name, tensor in spec.tensors.items()}
+    return any(
+        kinds[name] in (torch.int32, torch.int64) and name in read
+        for node in spec.nodes
+        if any(kinds[operand].is_floating_point for operand in node.operands)
+        for name in node.results
+    )
+
+
+def input_tensors(
+    imported: Imported, device: torch.device
+) -> tuple[dict[str, torch.Tensor], list[torch.Tensor | None]]:
+    """Tensors for the graph's inputs that are no constants, by name, and by the place of the
+    model's tensor that is to be written into each, as :func:`fill` does it."""
+    made: dict[str, torch.Tensor] = {}
+    places: list[torch.Tensor | None] = [None] * len(imported.inputs)
+    for place, name in enumerate(imported.inputs):
+        if name is not None and imported.spec is not None:
+            made[name] = imported.spec.tensors[name].empty(device).zero_()
+            packed = imported.packed.get(name)
+            places[place] = packed.image(made[name]) if packed else made[name]
+    return made, places
+
+
+def fill(places: Sequence[torch.Tensor | None], tensors: Sequence[Any]) -> None:
+    """Write the model's tensors, or numbers, into those of a graph."""
+    for mine, given in zip(places, tensors, strict=True):
+        if isinstance(given, torch.Tensor) and mine is not None:
+            mine.copy_(given)
+        elif mine is not None:
+            mine.fill_(given)
+
+
+def assembled(
     imported: Imported,
     tensors: Mapping[int, Any] | Sequence[Any],
     output: Callable[[str], torch.Tensor],

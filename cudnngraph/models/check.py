@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from ..select.tolerance import relative_error
 from .calls import flat, mapped
 from .experts import InFloat64
 
+_log = logging.getLogger(__name__)
+
 #: The relative error to float64 of each result that floats, and the model's own.
 Errors = tuple[tuple[float, float | None], ...]
 
@@ -30,18 +34,23 @@ def floats(leaf: Any) -> bool:
 class Wanted:
     """What a model gives for arguments: its own results, and those in float64 if there are any.
 
-    With ``wide=False`` the model is not run in float64. Raises :class:`CannotImport` for a model
-    whose results are others in a second call.
+    With ``wide=False`` the model is not run in float64. Where memory is short the run in float64 is
+    left out; with ``whole`` that raises torch.OutOfMemoryError. Raises :class:`CannotImport` for a
+    model whose results are others in a second call.
     """
 
-    def __init__(self, model: nn.Module, arguments: Any, *, wide: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, arguments: Any, *, wide: bool = True, whole: bool = False
+    ) -> None:
         args, kwargs = self._arguments = arguments
         self._model, self._name = model, type(model).__name__
         held = Held(model)
         try:
             with torch.no_grad():
                 self.own, again = (results_of(model, args, kwargs) for _ in range(2))
-                self._exact = in_wide(model, args, kwargs, self.own) if wide else None
+                self._exact = None
+                if wide:
+                    self._exact = in_wide(model, args, kwargs, self.own, whole=whole)
         finally:
             held.restore()
         for number, (first, second) in enumerate(zip(self.own, again, strict=True)):
@@ -67,6 +76,10 @@ class Wanted:
         steps = () if executable is None else executable.steps
         tf32 = executable is not None and executable.in_tf32
         floor = comparison.coarsest((step.spec for step in steps), tf32=tf32)
+        return self.compare(results, floor=floor, routes=routes)
+
+    def compare(self, results: Sequence[Any], *, floor: float, routes: bool = False) -> Errors:
+        """:meth:`check`, with the tolerance that holds beside those of the results' dtypes."""
         errors: list[tuple[float, float | None]] = []
         if len(results) != len(self.own):
             raise WrongResult(
@@ -102,6 +115,49 @@ class Wanted:
         return found
 
 
+MOST_BESIDE = 0.25  # of the free memory, for weights in float64 beside plans that are being built
+
+
+class Ahead:
+    """:class:`Wanted` of an example, made before it is needed if there is memory for that.
+
+    ``make`` gives it; with ``whole`` it raises torch.OutOfMemoryError rather than leave the run in
+    float64 out. That run has the modes of torch that were set when this was made.
+    """
+
+    def __init__(self, model: nn.Module, make: Callable[..., Wanted]) -> None:
+        self._model, self._make = model, make
+        self._made: Wanted | None = None
+        self._inference = torch.is_inference_mode_enabled()
+
+    def now(self) -> Wanted:
+        """What the model gives, made now at the latest."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def early(self) -> Wanted | None:
+        """What the model gives; None if memory is short, for :meth:`now` to try again later."""
+        if self._made is None:
+            try:
+                with torch.inference_mode(self._inference):
+                    self._made = self._make(whole=True)
+            except torch.OutOfMemoryError as error:
+                _log.info("the model is run for its check when plans are built: %s", error)
+            torch.cuda.empty_cache()  # for the processes that build plans
+        return self._made
+
+    def beside(self) -> None:
+        """Make it while other processes build plans, if that leaves memory for them."""
+        sizes: dict[int, int] = {}  # in float64, by GPU
+        for tensor in chain(self._model.parameters(), self._model.buffers()):
+            if tensor.is_cuda and tensor.is_floating_point():
+                sizes[tensor.device.index] = sizes.get(tensor.device.index, 0) + 8 * tensor.numel()
+        free = {index: torch.cuda.mem_get_info(index)[0] for index in sizes}
+        if all(sizes[index] <= MOST_BESIDE * free[index] for index in sizes):
+            self.early()
+
+
 def results_of(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
     """Return the results of a model, in tensors that a later call does not write over."""
     made, _ = flat(model(*args, **kwargs))
@@ -129,9 +185,11 @@ def in_wide(
     kwargs: Any,
     own: Sequence[Any],
     dtype: torch.dtype = torch.float64,
+    *,
+    whole: bool = False,
 ) -> list[Any] | None:
     """The results in a wide dtype of the model that gives its ``own``; None for a model that does
-    not run in it, or whose copy is another model."""
+    not run in it, or whose copy is another model. ``whole`` raises torch.OutOfMemoryError."""
     try:
         wide = copied(model).to(dtype)
         wide_args, wide_kwargs = mapped(
@@ -144,6 +202,10 @@ def in_wide(
             if not all(map(agree, alike, own)):
                 return None
         return exact
+    except torch.OutOfMemoryError:
+        if whole:
+            raise
+        return None
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return None
 

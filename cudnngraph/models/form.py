@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,16 +16,18 @@ from torch.utils import _pytree as pytree
 from ..arguments import unreadable
 from ..errors import BindError, CannotImport, PolicyError
 from ..policy import Policy
-from ..runtime.compile import generates
+from ..runtime.compile import generates, start_workers
 from .alternatives import Copied, compiled
 from .aten_ops import CONVOLUTIONS
 from .bound import Bound, cut_to
 from .calls import CONSTANTS, Call, Pattern, called_by_leaves, mapped
-from .check import Errors, floats
+from .check import Ahead, Errors, floats
 from .convert import Imported, convert
 from .export import Exported, export, foreign
+from .folding import why_not_folded
 from .report import Report
 
+_log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 #: The dims of results that have the size of an axis, by result and dim.
 Cuts = Mapping[int, Mapping[int, int]]
@@ -52,8 +55,8 @@ class Form:
     """A bound graph for calls of one pattern.
 
     ``numbers`` are those of the call that it was made for, ``inputs`` the places of those that are
-    inputs of the graph. ``cuts`` say which results are cut, by how a call is padded; ``errors`` are
-    those of a padded call.
+    inputs of the graph. ``folds`` says whether norms may be in weights. ``cuts`` say which results
+    are cut, by how a call is padded; ``errors`` are those of a padded call.
     """
 
     bound: Bound
@@ -62,6 +65,7 @@ class Form:
     pattern: Pattern
     numbers: Mapping[int, Any]
     inputs: frozenset[int]
+    folds: bool = True
     cuts: dict[Hashable, Cuts] = field(default_factory=dict)
     errors: Errors = ()
     doubts: tuple[str, ...] = ()
@@ -105,10 +109,18 @@ def difference(old: Form, new: Form, names: Mapping[int, str]) -> str:
 # -- making ----------------------------------------------------------------------------------------
 
 
-def make(model: nn.Module, call: Call, inputs: frozenset[int], options: Options) -> Form:
+def make(
+    model: nn.Module,
+    call: Call,
+    inputs: frozenset[int],
+    options: Options,
+    ahead: Ahead | None = None,
+) -> Form:
     """The form of a call, with the numbers at the places ``inputs`` as inputs of its graph.
 
-    Raises :class:`CannotImport` for a model that is no single graph for such calls.
+    If ``ahead`` is given, it is made before plans are built if norms are folded, which are not if
+    that puts results off, and else beside the builds. Raises :class:`CannotImport` for a model that
+    is no single graph for such calls.
     """
     name = type(model).__name__
     tensors = [(at, each) for at, each in enumerate(call.leaves) if isinstance(each, torch.Tensor)]
@@ -126,12 +138,16 @@ def make(model: nn.Module, call: Call, inputs: frozenset[int], options: Options)
     for leaf in leaves:
         if not isinstance(leaf, CONSTANTS):
             raise CannotImport(f"{name} {foreign(model, type(leaf).__name__, gives=False)}")
+    if ahead is not None:
+        start_workers(device, options.policy)
     with called_by_leaves(model, call, leaves) as run:
         exported = export(model, run.args, run.kwargs)
         out_spec = exported.out_spec if run.out_spec is None else run.out_spec
     last = options.channels_last
     if last is None:
         last = _has_images(exported)
+
+    folds = options.folds
 
     def imported_anew() -> Imported:
         found = convert(
@@ -142,12 +158,32 @@ def make(model: nn.Module, call: Call, inputs: frozenset[int], options: Options)
             channels_last=last,
             on_gpu=device.type == "cuda",
             kernels=generates(options.policy),
-            folds=options.folds,
+            folds=folds,
         )
         _check_results(name, found, leaves, inputs)
         return found
 
-    imported, executable, instead = compiled(imported_anew, device, policy=options.policy)
+    undecided = ahead if folds else None
+
+    def settled() -> Imported:
+        """The import, the first time with the decision on folded norms."""
+        nonlocal folds, undecided
+        found = imported_anew()
+        if undecided is None:
+            return found
+        given, undecided = undecided, None
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        why = why_not_folded(name, found, tensors, given, device, options.policy)
+        if why is None:
+            return found
+        _log.info("%s: norms are not folded into weights, since then %s", name, why)
+        folds = False
+        return imported_anew()
+
+    meanwhile = None if ahead is None else ahead.beside
+    imported, executable, instead = compiled(
+        settled, device, policy=options.policy, meanwhile=meanwhile
+    )
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         bound = Bound(imported, executable, device, capture=options.capture)
     captured = bound.graph is not None
@@ -161,7 +197,7 @@ def make(model: nn.Module, call: Call, inputs: frozenset[int], options: Options)
         instead=instead,
     )
     numbers, doubts = dict(call.numbers), exported.doubts
-    return Form(bound, report, out_spec, call.pattern, numbers, inputs, doubts=doubts)
+    return Form(bound, report, out_spec, call.pattern, numbers, inputs, folds=folds, doubts=doubts)
 
 
 def as_tensor(number: Any, device: torch.device, *, wide: bool) -> torch.Tensor:

@@ -8,11 +8,14 @@ graph of it all may be replayed.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch
 from torch import nn
 
 from ..arguments import items, shown
+from ..cache.distributed import is_distributed
 from ..errors import (
     BindError,
     CannotImport,
@@ -34,7 +38,7 @@ from ..policy import Policy
 from .bound import MAX_SHAPES, Bound
 from .buckets import Buckets, cuts_of
 from .calls import Call, flat, parameters
-from .check import Errors, Wanted, copied
+from .check import Ahead, Errors, Wanted, copied
 from .export import asks, is_exporting
 from .form import Form, Options, difference, make
 from .numbers import Numbers, warn_of
@@ -119,16 +123,21 @@ class Fused(StandIn):
         if is_exporting():  # as a part of another model
             return self.unfused(*args, **kwargs)
         call = self._call(args, kwargs)
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with self._running():
             return self._ready(call).run(call, reuse=self._reuse)
 
     def bound(self, *args: Any, **kwargs: Any) -> Bound:
         """Return the captured or bound call for arguments of this form, with its inputs set."""
         call = self._call(args, kwargs)
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with self._running():
             form = self._ready(call)
             form.run(call, reuse=True)
         return form.bound
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            yield
 
     def refresh(self) -> None:
         """Forget the weights that were bound; the plans stay in the cache."""
@@ -137,13 +146,17 @@ class Fused(StandIn):
 
     def _first(self, args: Any, kwargs: Any) -> None:
         """Make the form of an example, and compare its results with the model's."""
-        results = self(*args, **kwargs)
-        form = next(reversed(self._forms.values()))
+        call = self._call(args, kwargs)
+        ahead = Ahead(self.unfused, partial(self._wanted, call))
+        early = ahead if self._check and not (call.is_padded or is_distributed()) else None
+        with self._running():
+            form = self._ready(call, early)
+            results = form.run(call, reuse=self._reuse)
         if self.report is None or not (self._check or form.doubts):
             return
         errors = form.errors
         if not errors:
-            wanted = self._wanted(self._call(args, kwargs))
+            wanted = ahead.now()
             try:
                 errors = self._checked_first(wanted, form, results, args, kwargs)
             except WrongResult as error:
@@ -188,10 +201,10 @@ class Fused(StandIn):
         call.read(self._options.dtype)
         return call
 
-    def _wanted(self, call: Call) -> Wanted:
-        """What the model gives for a call."""
+    def _wanted(self, call: Call, *, whole: bool = False) -> Wanted:
+        """What the model gives for a call; ``whole`` as of :class:`~.check.Wanted`."""
         arguments = self._options.cast(call.arguments())
-        return Wanted(self.unfused, arguments, wide=self._check)
+        return Wanted(self.unfused, arguments, wide=self._check, whole=whole)
 
     @staticmethod
     def _checked(wanted: Wanted, form: Form, results: Any) -> Errors:
@@ -201,8 +214,11 @@ class Fused(StandIn):
 
     # -- forms -------------------------------------------------------------------------------------
 
-    def _ready(self, call: Call) -> Form:
-        """The form for a call, which is made and checked if it is the first of its kind."""
+    def _ready(self, call: Call, ahead: Ahead | None = None) -> Form:
+        """The form for a call, which is made and checked if it is the first of its kind.
+
+        ``ahead`` is for :func:`~.form.make`.
+        """
         try:
             inputs = self._numbers.inputs(call)
             key = call.key(inputs)
@@ -211,7 +227,7 @@ class Fused(StandIn):
             problem = Problem("arguments", f"have no hash ({error})", "tensors and plain values")
             raise BindError(self._name, [problem]) from None
         if form is None:
-            form = self._new(call, inputs)
+            form = self._new(call, inputs, ahead)
             key = call.key(form.inputs)
             self._keep(key, form, call)
         self._forms.move_to_end(key)
@@ -238,11 +254,11 @@ class Fused(StandIn):
                     difference(last, form, call.names(self.unfused)),
                 )
 
-    def _new(self, call: Call, inputs: frozenset[int]) -> Form:
+    def _new(self, call: Call, inputs: frozenset[int], ahead: Ahead | None) -> Form:
         """A form for a call that none is there for: numbers that change are inputs if they can."""
         wanted = inputs.union(self._numbers.changed(call, self._forms.values()))
         if not wanted:
-            return self._made(call, wanted)
+            return self._made(call, wanted, ahead)
         form, reason = self._tried(call, wanted)
         taken: frozenset[int] = frozenset()
         for place in sorted(wanted) if form is None else ():
@@ -335,16 +351,19 @@ class Fused(StandIn):
 
     # -- making ------------------------------------------------------------------------------------
 
-    def _made(self, call: Call, inputs: frozenset[int]) -> Form:
+    def _made(self, call: Call, inputs: frozenset[int], ahead: Ahead | None = None) -> Form:
         """A form with the numbers at the places ``inputs`` as inputs of its graph."""
         _check_model(self.unfused)
         try:
-            form = make(self.unfused, call, inputs, self._options)
+            with _old_left_alone():
+                form = make(self.unfused, call, inputs, self._options, ahead)
         except CannotImport as error:
             mend = self._mend(call)
             raise (CannotImport(f"{error} ({mend})") if mend else error) from error
         if self.report is None:
             self.report = form.report
+        if not form.folds:  # nor in those to come
+            self._options = replace(self._options, folds=False)
         return form
 
     def _mend(self, call: Call) -> str:
@@ -371,6 +390,20 @@ class Fused(StandIn):
         """For torch's printed form of a module."""
         forms = f"{self._name}, {len(self)} of {self._max_shapes} forms"
         return forms + (", captured" * self._options.capture)
+
+
+@contextmanager
+def _old_left_alone() -> Iterator[None]:
+    """Let collections of garbage leave out what is there already: a model that is traced has many
+    new objects, by which they come often, and a third of the time would be theirs."""
+    if gc.get_freeze_count():  # by the program, for good
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _check_model(model: Any) -> None:

@@ -72,6 +72,16 @@ class CutGraph:
         return node.name in self._free
 
     @cached_property
+    def compute_nodes(self) -> Group:
+        """See :func:`compute_nodes`."""
+        return compute_nodes(self.spec.nodes)
+
+    @cached_property
+    def constants(self) -> Mapping[str, Node]:
+        """The constants by their tensors."""
+        return {node.results[0]: node for node in self.spec.nodes if node.op == "constant"}
+
+    @cached_property
     def _free(self) -> frozenset[str]:
         nodes = compute_nodes(self.spec.nodes)
         free = self.aliases.free

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ..ir.spec import GraphSpec, Node
 from ..ops.table import OPS
-from .analysis import CutGraph, Group, compute_nodes
+from .analysis import CutGraph, Group
 
 MIN_OPS_TO_HALVE = 6  # pointwise ops, from which on halves of a group are tried before single ops
 
@@ -24,11 +24,11 @@ MIN_OPS_TO_HALVE = 6  # pointwise ops, from which on halves of a group are tried
 def subgraph_of(graph: CutGraph, nodes: Sequence[Node]) -> GraphSpec:
     """The step that ``nodes`` make up; constants are copied into every step that uses them."""
     spec = graph.spec
-    if len(nodes) == len(compute_nodes(spec.nodes)):
+    if len(nodes) == len(graph.compute_nodes):
         return spec
     mine = {node.name for node in nodes}
-    nodes = [node for node in spec.nodes if node.name in mine]  # one order, whoever asks
-    constants = {node.results[0]: node for node in spec.nodes if node.op == "constant"}
+    nodes = sorted(nodes, key=lambda node: graph.place[node.name])  # one order, whoever asks
+    constants = graph.constants
     used = dict.fromkeys(name for node in nodes for name in node.operands if name in constants)
     given = set(spec.outputs)
     outputs = [

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ..ir.spec import Node
+from ..ir.spec import GraphSpec, Node
 from ..ops.table import OPS
 from .analysis import CutGraph, Group, compute_nodes, is_copy
+from .cuts import cuts
 
 
 def _as_early_as_can_be(graph: CutGraph, nodes: Sequence[Node]) -> Group:
@@ -65,3 +67,18 @@ def regions(graph: CutGraph) -> tuple[Group, ...]:
             groups[place] = []
     order = {node.name: place for place, node in enumerate(nodes)}
     return tuple(tuple(sorted(g, key=lambda node: order[node.name])) for g in groups if g)
+
+
+def rounded_between(graph: CutGraph) -> GraphSpec:
+    """The graph with each tensor that crosses from one of its parts to another in the dtype that it
+    crosses in: as one step it computes about what the steps of a cut do."""
+    nodes = compute_nodes(graph.spec.nodes)
+    parts = regions(graph) or next(iter(cuts(graph, nodes)), (nodes,))
+    home = {node.name: place for place, group in enumerate(parts) for node in group}
+    crossing = {
+        name: form
+        for name, form in graph.passed.items()
+        if {home[reader.name] for reader in graph.readers.get(name, ())}
+        - {home[graph.producer[name].name]}
+    }
+    return replace(graph.spec, tensors={**graph.spec.tensors, **crossing})

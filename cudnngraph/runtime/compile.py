@@ -7,7 +7,7 @@ What is the same for two graphs of one key, the program, is kept in memory and s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from ..arguments import NotPlain, checked, is_a, items, shown
 from ..backend.candidates import multiplies_float32
 from ..backend.plan import refuse_during_capture
 from ..cache import lookup
+from ..cache.distributed import is_distributed
 from ..cache.fastest import Fastest
 from ..cache.measured import Measured
 from ..cache.state import STATE
@@ -28,13 +29,14 @@ from ..ir.canonical import canonical
 from ..ir.key import Key, graph_key
 from ..ir.spec import GraphSpec, once
 from ..ops.table import OPS
+from ..partition.analysis import CutGraph
 from ..policy import Policy
 from ..rewrite.passes import legalize
-from ..select import cost
+from ..select import cost, workers
 from ..select.alternatives import by_measurement
 from ..select.decision import Hints, Selection, StepPlan
 from ..select.guard import Builder, GuardedBench, how
-from ..select.heuristic import by_torch, choose, reference_only
+from ..select.heuristic import Builds, Cut, by_torch, choose, reference_only
 from ..select.kernels import Kernels
 from ..select.progress import progress_bar
 from ..select.remembered import RememberedBench
@@ -88,12 +90,24 @@ def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: Grap
     return policy
 
 
-def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) -> Program:
-    by_reference = settings.current().backend == "reference"
+def _by_reference() -> bool:
+    return settings.current().backend == "reference"
+
+
+def _in_memory(key: Key, device: torch.device, policy: Policy) -> Program | None:
+    """The program of a key that this process has, with the lock held."""
+    program = PROCESS.programs.get((key.digest, device, _by_reference()))
+    return program if program is None or program.tuned or policy.tune != "autotune" else None
+
+
+def _program(
+    spec: GraphSpec, device: torch.device, policy: Policy, key: Key, begun: Begun | None
+) -> Program:
+    by_reference = _by_reference()
     place = (key.digest, device, by_reference)
     with PROCESS.lock:
-        program = PROCESS.programs.get(place)
-        if program is not None and (program.tuned or policy.tune != "autotune"):
+        program = _in_memory(key, device, policy)
+        if program is not None:
             PROCESS.programs.move_to_end(place)
             STATE.counters.served("memory")
             return program
@@ -110,7 +124,7 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
             if whole is not None:
                 selection, tier = whole, "torch"
             else:
-                selection, tier = _chosen(spec, device, policy, key)
+                selection, tier = _chosen(spec, device, policy, key, begun)
     if tier in ("reference", "torch"):
         STATE.counters.served(tier)
     first: FirstRun | None = None
@@ -125,21 +139,33 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
 
 
 def _chosen(
-    spec: GraphSpec, device: torch.device, policy: Policy, key: Key
+    spec: GraphSpec, device: torch.device, policy: Policy, key: Key, begun: Begun | None
 ) -> tuple[Selection, str]:
     """The plans for a canonical graph on a GPU, kept or made, and the tier that served them."""
-    index = device.index
-    kept = lookup.Rejected(index)
 
     def build(hints: Hints) -> Selection:
-        kernels = Kernels.on(index) if policy.kernels else None
         if policy.tune == "autotune":
             return _searched(spec, device, policy, hints)
-        first = Builder(policy, index, kept, Fastest(lookup.store(), policy, index))
-        legal = legalize(spec, policy)
-        return choose(legal, policy, first, first.expect, kernels, first.kernels)
+        if begun is not None:
+            return begun.cut.selection()
+        first = _builder(policy, device.index)
+        try:
+            return choose(legalize(spec, policy), policy, *_builds(first, policy, device.index))
+        finally:
+            first.cancel()
 
-    return lookup.selection_for(spec, policy, key, index, build)
+    return lookup.selection_for(spec, policy, key, device.index, build)
+
+
+def _builder(policy: Policy, index: int) -> Builder:
+    kept = lookup.Rejected(index)
+    return Builder(policy, index, kept, Fastest(lookup.store(), policy, index))
+
+
+def _builds(first: Builder, policy: Policy, index: int) -> tuple[Builds, Kernels | None]:
+    """What a choice without measuring builds by."""
+    builds = Builds(first, first.expect, first.kernels, first.expect_kernels)
+    return builds, Kernels.on(index) if policy.kernels else None
 
 
 def _searched(
@@ -189,14 +215,8 @@ def device_of(device: torch.device | str | int | None) -> torch.device:
         raise PolicyError(f"device={shown(device)}; expected a CPU or a CUDA device") from None
 
 
-def compile(
-    spec: GraphSpec,
-    device: torch.device | str | int | None = None,
-    *,
-    policy: Policy | None = None,
-    **options: Any,
-) -> Executable:
-    """An :class:`Executable` for ``spec``; see :meth:`cudnngraph.Graph.compile`."""
+def _place(device: torch.device | str | int | None) -> torch.device:
+    """A device that graphs are compiled for, with its number."""
     place = device_of(device)
     if place.type not in ("cpu", "cuda"):
         raise PolicyError(f"device='{place}'; expected a CPU or a CUDA device")
@@ -207,9 +227,112 @@ def compile(
         )
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+def _keyed(spec: GraphSpec, policy: Policy | None, options: Any) -> tuple[Policy, Key]:
+    """The policy that holds for a graph, and the key."""
     resolved = resolve_policy(policy, options, spec)
-    key = once(spec, ("key", resolved), graph_key, spec, resolved)
-    return Executable(spec, place, resolved, key, _program(spec, place, resolved, key))
+    return resolved, once(spec, ("key", resolved), graph_key, spec, resolved)
+
+
+def compile(
+    spec: GraphSpec,
+    device: torch.device | str | int | None = None,
+    *,
+    policy: Policy | None = None,
+    begun: Begun | None = None,
+    **options: Any,
+) -> Executable:
+    """An :class:`Executable` for ``spec``; see :meth:`cudnngraph.Graph.compile`.
+
+    ``begun`` is what :func:`begin` gave for the same arguments.
+    """
+    place = _place(device)
+    resolved, key = _keyed(spec, policy, options)
+    return Executable(spec, place, resolved, key, _program(spec, place, resolved, key, begun))
+
+
+# -- ahead of compile ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What workers have begun to build for a graph."""
+
+    builder: Builder
+    cut: Cut
+
+    def cancel(self) -> None:
+        """Build nothing ahead any more."""
+        self.builder.cancel()
+
+
+def builds(
+    spec: GraphSpec,
+    device: torch.device | str | int | None = None,
+    *,
+    policy: Policy | None = None,
+    **options: Any,
+) -> bool:
+    """Whether :func:`compile` of the same arguments has to build plans, as far as that can be told
+    without reading what is kept.
+
+    Not among the ranks of ``torch.distributed``, of which one builds and the others wait.
+    """
+    place = _place(device)
+    if place.type != "cuda" or _by_reference() or is_distributed():
+        return False
+    resolved, key = _keyed(spec, policy, options)
+    if resolved.tune == "cached" or torch.cuda.is_current_stream_capturing():
+        return False
+    with PROCESS.lock:
+        if _in_memory(key, place, resolved) is not None:
+            return False
+    with torch.cuda.device(place):
+        return by_torch(spec) is None and not lookup.is_kept(key, place.index)
+
+
+def begin(
+    spec: GraphSpec,
+    device: torch.device | str | int | None = None,
+    *,
+    policy: Policy | None = None,
+    **options: Any,
+) -> Begun | None:
+    """Have workers build what :func:`compile` of the same arguments is to ask for, while its
+    caller does something else.
+
+    None if there is nothing to build, or nothing that is known before something is measured.
+    """
+    if not builds(spec, device, policy=policy, **options):
+        return None
+    place = _place(device)
+    resolved, key = _keyed(spec, policy, options)
+    one_plan = resolved.fallback == "error"
+    if resolved.tune != "heuristic" or one_plan or how(resolved) != "isolated":
+        return None
+    with torch.cuda.device(place):
+        if lookup.near_entries(key, place.index):
+            return None  # they come first
+        first = _builder(resolved, place.index)
+        graph = CutGraph(legalize(canonical(spec), resolved))
+        cut = Cut(graph, resolved, *_builds(first, resolved, place.index))
+        cut.begin()
+    return Begun(first, cut)
+
+
+def start_workers(device: torch.device, policy: Policy | None) -> None:
+    """Have workers start if a graph will need them, whichever it is: if nothing is kept so far."""
+    if device.type != "cuda" or _by_reference() or is_distributed():
+        return
+    policy = policy if isinstance(policy, Policy) else Policy()  # what is none is refused later
+    tune, verify = policy.tune, policy.verify
+    if (tune or settings.current().tune) == "cached" or not lookup.store().is_empty():
+        return
+    if how(replace(policy, verify=verify or settings.current().verify)) == "isolated":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        workers.on(index).start()
 
 
 class Declared(Protocol):

@@ -27,6 +27,7 @@ _PLAIN = (
     *(int, float, complex, str, bytes, bool, type(None), range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+_KINDS = frozenset(_PLAIN)
 _MISSING = object()
 #: Libraries whose objects are no state of a model, but for those that are containers.
 _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy"}) - {"__main__"}
@@ -43,6 +44,7 @@ class Held:
         self._tensors: dict[int, tuple[str, torch.Tensor, Any]] = {}
         self._seen: set[int] = set()
         self._alive: list[Any] = []
+        self._own: dict[type, tuple[type, ...]] = {}  # by kind of value
         todo: collections.deque[tuple[str, Any]] = collections.deque([("", model)])
         while todo:
             todo.extend(self._look(*todo.popleft()))
@@ -57,9 +59,28 @@ class Held:
             self._tensors[id(value)] = path, value, self._numbers(value)
         elif isinstance(value, (tuple, frozenset)):
             yield from ((f"{path}[{place}]", each) for place, each in enumerate(value))
-        for place in _places(path, value):
+        for place in self._places_of(path, value):
             self._places.append(place)
-            yield from ((place.name(key), each) for key, each in place.then.items())
+            yield from (
+                (place.name(key), each)
+                for key, each in place.then.items()
+                if type(each) not in _KINDS and id(each) not in self._seen
+            )
+
+    def _places_of(self, path: str, value: Any) -> Iterator[_Place]:
+        """Yield the places where a value keeps others, those of a class with the first of it."""
+        yield from _places(path, value)
+        kind = type(value)
+        if isinstance(value, (type, types.ModuleType)):
+            return
+        own = self._own.get(kind)
+        if own is None:
+            own = tuple(each for each in kind.__mro__ if not _is_foreign(each))
+            new = set(own).difference(*self._own.values())
+            self._own[kind] = own
+            yield from (_Place(each.__qualname__, *_of_class(each)) for each in own if each in new)
+        if kind in own or isinstance(value, _CONTAINERS):
+            yield from _of_object(path, value)
 
     def _numbers(self, tensor: torch.Tensor) -> Any:
         if not self._contents:
@@ -150,7 +171,7 @@ class _Place:
 
 
 def _places(path: str, value: Any) -> Iterator[_Place]:
-    """Yield the places where a value keeps others."""
+    """Yield the places where a value keeps others by its kind, its attributes left out."""
     kind = type(value)
     if isinstance(value, dict):
         yield _Place(path, lambda: dict(value), lambda then: _refill(value, then), items=True)
@@ -175,13 +196,6 @@ def _places(path: str, value: Any) -> Iterator[_Place]:
         yield from _of_function(path, value)
     elif isinstance(value, nn.Module):
         yield from _of_module(path, value)
-    elif isinstance(value, (type, types.ModuleType)):
-        return
-    if isinstance(value, _CONTAINERS) or not _is_foreign(kind):
-        yield from _of_object(path, value)
-    for each in kind.__mro__:
-        if not _is_foreign(each):
-            yield _Place(each.__qualname__, *_of_class(each))
 
 
 def _is_foreign(kind: type) -> bool:

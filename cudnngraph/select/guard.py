@@ -100,15 +100,27 @@ class Builder:
         self._measured: dict[str, tuple[Choice, str] | None] = {}
         self._known: dict[str, Built | NotSupported] = {}
         self._ahead: dict[str, Future[Answer]] = {}
+        self._kernels_ahead: dict[tuple[str, Choice], Future[Answer]] = {}
 
     def expect(self, parts: Iterable[GraphSpec]) -> None:
         """Have steps built that will be asked for, several at a time."""
-        if how(self._policy) != "isolated":
-            return
-        for part in parts:
+        for part in parts if how(self._policy) == "isolated" else ():
             digest = step_digest(part)
             if digest not in self._known and digest not in self._ahead:
                 self._ahead[digest] = self._submitted(part)
+
+    def expect_kernels(self, parts: Iterable[tuple[GraphSpec, Choice]]) -> None:
+        """Have kernels built that may be asked for, behind all else."""
+        for part, choice in parts if how(self._policy) == "isolated" else ():
+            place = step_digest(part), choice
+            if place not in self._kernels_ahead and choice not in self._rejected(part):
+                self._kernels_ahead[place] = self._check_begun(part, choice, urgent=False)
+
+    def cancel(self) -> None:
+        """Build nothing ahead any more."""
+        for ahead in (self._ahead, self._kernels_ahead):
+            while ahead:
+                ahead.popitem()[1].cancel()
 
     def __call__(self, part: GraphSpec) -> Built:
         """The plan and what became of the candidates before it. Raises :class:`NotSupported`."""
@@ -139,21 +151,24 @@ class Builder:
 
     def _begun(self, part: GraphSpec, choice: Choice) -> Plan | str | Future[Answer]:
         """The check of a kernel by a worker, begun, or its outcome here."""
-        why = self._kept.of(part, self._policy).get(choice)
+        why = self._rejected(part).get(choice)
         if why is not None:
             return why
-        if how(self._policy) == "isolated":
-            at_work = workers.on(self._index)
-            return at_work.check(part, self._policy, choice, gate=self._kept.gate)
-        return self._kernel(part, choice, None)
+        if how(self._policy) != "isolated":
+            return self._kernel(part, choice, None)
+        begun = self._kernels_ahead.pop((step_digest(part), choice), None)
+        return begun or self._check_begun(part, choice, urgent=True)
+
+    def _check_begun(self, part: GraphSpec, choice: Choice, *, urgent: bool) -> Future[Answer]:
+        given, gate = (part, self._policy, choice), self._kept.gate
+        return workers.on(self._index).check(*given, gate=gate, urgent=urgent)
 
     def _kernel(self, part: GraphSpec, choice: Choice, asked: Future[Answer] | None) -> Plan | str:
         try:
             if how(self._policy) == "off":
                 return replay(part, choice, self._index)
-            answer = None
-            if asked is not None and how(self._policy) == "isolated":
-                answer = _heard(asked)
+            isolated = how(self._policy) == "isolated"
+            answer = _heard(asked) if asked is not None and isolated else None
             if answer is not None and answer.refused:
                 return answer.refused[0]
             if answer is None:
@@ -170,10 +185,13 @@ class Builder:
         self._kept.add(part, self._policy, {choice: wrong})
         return wrong
 
+    def _rejected(self, part: GraphSpec) -> Mapping[Choice, str]:
+        return self._kept.of(part, self._policy)
+
     def _submitted(self, part: GraphSpec) -> Future[Answer]:
-        rejected = self._kept.of(part, self._policy)
-        at_work, gate = workers.on(self._index), self._kept.gate
-        return at_work.first(part, self._policy, rejected, gate=gate, ahead=self._ahead_of(part))
+        given = part, self._policy, self._rejected(part)
+        ahead, gate = self._ahead_of(part), self._kept.gate
+        return workers.on(self._index).first(*given, gate=gate, ahead=ahead)
 
     def _measured_of(self, part: GraphSpec) -> tuple[Choice, str] | None:
         digest = step_digest(part)
@@ -188,8 +206,7 @@ class Builder:
 
     def _explained(self, part: GraphSpec, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
         """The outcomes, of which the one that is taken says so if it was measured fastest."""
-        found = self._measured_of(part)
-        taken = outcomes[-1]
+        found, taken = self._measured_of(part), outcomes[-1]
         if found is None or taken.candidate.choice != found[0]:
             return outcomes
         return (*outcomes[:-1], replace(taken, reason=found[1]))
@@ -203,8 +220,8 @@ class Builder:
             answer = _heard(asked)
             if answer is not None:
                 return self._taken(part, answer)
-        rejected = self._kept.of(part, self._policy)
-        checks = verification.Checks(part, self._policy, self._index, rejected=rejected)
+        given = part, self._policy, self._index
+        checks = verification.Checks(*given, rejected=self._rejected(part))
         found = checks.first(self._ahead_of(part))
         self._kept.add(part, self._policy, wrong_of(found.outcomes))
         if found.plan is None:

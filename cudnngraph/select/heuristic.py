@@ -8,7 +8,8 @@ decisions. Nothing here touches the disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from ..backend.candidates import Outcome
 from ..backend.plan import Choice, Plan
@@ -34,8 +35,19 @@ BETWEEN = "a kernel is generated for what lies between plans"
 BY_TORCH = "one call of torch's, which cuBLASLt runs"
 
 
-def _nothing_ahead(parts: Iterable[GraphSpec]) -> None:
-    """Every step is built when it is asked for."""
+@dataclass(frozen=True)
+class Builds:
+    """What makes the plans of a cut.
+
+    ``plan(spec)`` gives the first plan that the policy allows; ``expect(specs)`` is told what will
+    be asked of it soon, so that it can build several at a time. ``checked`` builds generated
+    kernels, None for none; ``expect_kernels`` is told which may be asked for.
+    """
+
+    plan: Build
+    expect: Callable[[Iterable[GraphSpec]], None] = lambda parts: None
+    checked: Checked | None = None
+    expect_kernels: Callable[[Iterable[tuple[GraphSpec, Choice]]], None] = lambda parts: None
 
 
 def by_torch(spec: GraphSpec) -> Selection | None:
@@ -55,61 +67,57 @@ def heuristic(
     checked: Checked | None = None,
 ) -> Selection:
     """Choose for a graph as it was declared: :func:`by_torch`, or :func:`choose`."""
-    return by_torch(spec) or choose(
-        legalize(spec, policy), policy, build, kernels=kernels, checked=checked
-    )
+    builds = Builds(build, checked=checked)
+    return by_torch(spec) or choose(legalize(spec, policy), policy, builds, kernels)
 
 
 def choose(
-    spec: GraphSpec,
-    policy: Policy,
-    build: Build,
-    expect: Callable[[Iterable[GraphSpec]], None] = _nothing_ahead,
-    kernels: Kernels | None = None,
-    checked: Checked | None = None,
+    spec: GraphSpec, policy: Policy, builds: Builds, kernels: Kernels | None = None
 ) -> Selection:
     """Choose for a legalized graph without measuring.
 
-    ``build(spec)`` gives the first plan that the policy allows; ``expect(specs)`` is told what will
-    be asked of it soon, so that it can build several at a time. ``kernels`` says which regions are
-    generated kernels, None for none; ``checked`` builds those. Raises :class:`NotSupported` when
-    cuDNN refuses and ``policy.fallback`` is "error".
+    ``kernels`` says which regions are generated kernels, None for none. Raises
+    :class:`NotSupported` when cuDNN refuses and ``policy.fallback`` is "error".
     """
     if policy.fallback == "error":
-        plan, outcomes = build(spec)
+        plan, outcomes = builds.plan(spec)
         return Selection((_planned(spec, plan, outcomes, ()),), (plan,))
-    return _Cut(CutGraph(spec), policy, build, expect, kernels, checked).selection()
+    return Cut(CutGraph(spec), policy, builds, kernels).selection()
 
 
-class _Cut:
-    """A graph that is cut until every part is a plan, a kernel or a torch step."""
+class Cut:
+    """A graph that is cut until every part is a plan, a kernel or a torch step.
+
+    :meth:`begin` has its parts built by others, :meth:`selection` waits for them.
+    """
 
     def __init__(
-        self,
-        graph: CutGraph,
-        policy: Policy,
-        build: Build,
-        expect: Callable[[Iterable[GraphSpec]], None],
-        kernels: Kernels | None,
-        checked: Checked | None,
+        self, graph: CutGraph, policy: Policy, builds: Builds, kernels: Kernels | None
     ) -> None:
         self._graph = graph
         self._torch_too = not policy.deterministic  # torch's products promise no equal bits
-        self._build = build
-        self._expect = expect
-        self._kernels = kernels if checked is not None else None
-        self._checked = checked
+        self._builds = builds
+        self._kernels = kernels if builds.checked is not None else None
+        self._parts: tuple[Group, ...] | None = None
         self._open = True  # ops that a kernel may run are left open
         self._items: list[Item] = []
         self._found: dict[Group, tuple[StepPlan, Plan | None]] = {}
         self._earlier: dict[Group, tuple[Decision, ...]] = {}
         self._ways_apart: dict[Group, Apart | None] = {}
 
+    def begin(self) -> None:
+        """Say what will be asked for, as far as it is known before anything is built."""
+        if self._parts is None:
+            self._parts = regions(self._graph)
+            self._ahead(self._parts)
+            if self._kernels is not None:
+                self._kernels_ahead(self._parts, self._kernels)
+
     def selection(self) -> Selection:
         """Cut it, and choose for each part."""
-        graph = self._graph
-        parts = regions(graph)
-        self._ahead(parts)
+        self.begin()
+        graph, parts = self._graph, self._parts
+        assert parts is not None
         whole = (Decision(f"'{graph.spec.name}' as one plan", False, "it is cut at each anchor"),)
         for number, group in enumerate(parts):
             self._resolve(group, whole if number == 0 else ())
@@ -126,16 +134,13 @@ class _Cut:
     def _generate(self, kernels: Kernels) -> None:
         """Have kernels for the parts that were left open, those joined that go together; what has
         none that passes is cut as if there were no kernels."""
-        assert self._checked is not None
+        assert self._builds.checked is not None
         self._items = grown(self._graph, self._items, kernels)
         asked = [item for item in self._items if item.open]
-        parts = []
-        for item in asked:
-            choice = kernels.choice(self._graph, item.nodes)
-            assert isinstance(choice, Choice)
-            parts.append((subgraph_of(self._graph, item.nodes), choice))
+        parts = [self._generated(item, kernels) for item in asked]
         self._open = False
-        for item, (part, choice), made in zip(asked, parts, self._checked(parts), strict=True):
+        checked = self._builds.checked(parts)
+        for item, (part, choice), made in zip(asked, parts, checked, strict=True):
             earlier = self._earlier.get(item.nodes, ())
             if isinstance(made, str):
                 refused = Decision(GENERATED, False, made, choice)
@@ -149,6 +154,12 @@ class _Cut:
                 part, choice, made.workspace_bytes, (*earlier, taken), verified=made.verified
             )
             self._found[item.nodes] = step, made
+
+    def _generated(self, item: Item, kernels: Kernels) -> tuple[GraphSpec, Choice]:
+        """The kernel for an open item."""
+        choice = kernels.choice(self._graph, item.nodes)
+        assert isinstance(choice, Choice)
+        return subgraph_of(self._graph, item.nodes), choice
 
     def _resolve(self, nodes: Group, earlier: tuple[Decision, ...]) -> None:
         graph = self._graph
@@ -229,7 +240,7 @@ class _Cut:
         why = why_split(part)
         if why is None:
             try:
-                return self._build(part), []
+                return self._builds.plan(part), []
             except NotSupported as refusal:
                 reasons = refusal.reasons
         else:
@@ -249,7 +260,29 @@ class _Cut:
             part = subgraph_of(self._graph, group)
             if why_split(part) is None:
                 asked.append(part)
-        self._expect(asked)
+        self._builds.expect(asked)
+
+    def _kernels_ahead(self, parts: Sequence[Group], kernels: Kernels) -> None:
+        """Say which kernels will be asked for if cuDNN takes every part that is one plan."""
+        items = [item for group in parts for item in self._foreseen(group)]
+        found = (item for item in grown(self._graph, items, kernels) if item.open)
+        self._builds.expect_kernels([self._generated(item, kernels) for item in found])
+
+    def _foreseen(self, nodes: Group) -> Iterator[Item]:
+        """The steps of a part if cuDNN takes what is one plan."""
+        free = len(nodes) == 1 and self._graph.is_free(nodes[0])
+        way = None if free or self._is_open(nodes) else self._apart(nodes)
+        if way is None:
+            yield Item(nodes, open=not free and self._is_open(nodes), free=free)
+            return
+        if way.before:
+            yield from self._foreseen(way.before)
+        if way.by_torch:
+            yield Item(way.front)
+        else:
+            yield from self._foreseen(way.front)
+        if way.rest:
+            yield from self._foreseen(way.rest)
 
 
 def _planned(

@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 IDLE_S = 20.0
 MOST = 8  # processes on one GPU
+EARLY = 2  # of them, if they are started before there are tasks
 LOST = "the process that tried it"
 
 
@@ -123,10 +124,27 @@ class Workers:
         return self._submit("these", spec, policy, choices, {}, gate, urgent=urgent)
 
     def check(
-        self, spec: GraphSpec, policy: Policy, choice: Choice, *, gate: Path | None = None
+        self,
+        spec: GraphSpec,
+        policy: Policy,
+        choice: Choice,
+        *,
+        gate: Path | None = None,
+        urgent: bool = True,
     ) -> Future[Answer]:
         """Check a choice that was made before: the answer has ``wrong`` and ``error``."""
-        return self._submit("check", spec, policy, [choice], {}, gate)[0]
+        return self._submit("check", spec, policy, [choice], {}, gate, urgent=urgent)[0]
+
+    def start(self) -> None:
+        """Have the first processes started for tasks that are still to come.
+
+        There are two: the second one has what forks them import torch, so that all others come at
+        once.
+        """
+        # The first task tells why none can be started.
+        with self._changed, contextlib.suppress(RuntimeError):
+            while self._threads < min(EARLY, self._most):
+                self._start_thread(early=True)
 
     def _submit(
         self,
@@ -168,21 +186,28 @@ class Workers:
         busy = self._threads - self._idle
         wanted = min(self._most, worth, busy + len(self._waiting))
         while self._threads < wanted:
-            thread = threading.Thread(target=self._serve, name="cudnngraph-worker", daemon=True)
             try:
-                thread.start()
+                self._start_thread()
             except RuntimeError as error:  # no right to one more, or the interpreter ends
                 if self._threads == 0:
                     for _, _, task in self._waiting:
                         _failed(task, Unusable(f"no thread can be started: {error}"))
                     self._waiting.clear()
                 return
-            self._threads += 1
+
+    def _start_thread(self, *, early: bool = False) -> None:
+        """Start a thread, with the lock held; ``early`` ones have a process before a task."""
+        name = "cudnngraph-worker"
+        threading.Thread(target=self._serve, args=[early], name=name, daemon=True).start()
+        self._threads += 1
 
     # -- a thread ----------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def _serve(self, early: bool) -> None:
         process: Process | None = None
+        if early:
+            with contextlib.suppress(Exception):  # the first task tells why
+                process = Process(self._server, self._index)
         while (task := self._next()) is not None:
             given, process = process, None
             try:

@@ -64,6 +64,12 @@ class Builder:
     def expect(self, parts: Any) -> None:
         """Nothing is built ahead."""
 
+    def expect_kernels(self, parts: Any) -> None:
+        """Nor here."""
+
+    def cancel(self) -> None:
+        """Nothing was begun."""
+
     def kernels(self, parts: Any) -> Any:
         raise AssertionError("no kernel is generated here")
 

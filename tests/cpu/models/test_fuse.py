@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from pathlib import Path
 from typing import Any, cast
@@ -297,3 +298,32 @@ def test_runs_on_several_streams_wait_for_one_another(monkeypatch: pytest.Monkey
     capturing[0] = False
     on(1)
     assert len(waited) == 3
+
+
+FROZEN: list[int] = []  # objects, at each run; a global, which no model holds
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_collections_of_garbage_are_left_as_they_were(frozen: bool) -> None:
+    """What is frozen while a model is traced is no longer afterwards, but for the program's own."""
+
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            FROZEN.append(gc.get_freeze_count())
+            return x + 1.0
+
+    net, x = Net().eval(), torch.zeros(2)
+    before = gc.get_freeze_count()  # the tests' own
+    gc.unfreeze()
+    if frozen:
+        gc.freeze()
+    try:
+        cg.fuse(net, (x,), check=False)
+        assert FROZEN and all(FROZEN) and bool(gc.get_freeze_count()) is frozen
+        with pytest.raises(cg.PolicyError):
+            cg.fuse(net.train(), (x,))
+        assert bool(gc.get_freeze_count()) is frozen
+    finally:
+        gc.unfreeze()
+        if before:
+            gc.freeze()

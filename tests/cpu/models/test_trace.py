@@ -489,7 +489,8 @@ import sys, torch, cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.executor import torch_steps as eager
 from cudnngraph.models.convert import import_model
-from cudnngraph.partition.cuts import CutGraph, compute_nodes, subgraph_of
+from cudnngraph.partition.analysis import CutGraph
+from cudnngraph.partition.cuts import subgraph_of
 net, x = {
     "resnet": (models.ResNet((1, 1), 8, 5), torch.randn(1, 3, 64, 64)),
     "unet": (models.UNet(8, 3), torch.randn(1, 3, 32, 32)),
@@ -502,7 +503,7 @@ net, x = {
 cg.fuse(net.eval(), x, check=False)
 x = x.half() if x.is_floating_point() else x
 graph = CutGraph(import_model(net.half(), (x,), channels_last=True).spec)
-for node in compute_nodes(graph.spec.nodes):
+for node in graph.compute_nodes:
     eager.prepare(subgraph_of(graph, [node]), allow_tf32=False, device=torch.device("cpu"))
 print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 """

@@ -219,7 +219,8 @@ def chosen(
 
     kernels = None if kernel == "" else Kernels(132)
     legal = legalize(spec, policy)
-    made = heuristic.choose(legal, policy, build, expect, kernels=kernels, checked=checked)
+    builds = heuristic.Builds(build, expect, checked)
+    made = heuristic.choose(legal, policy, builds, kernels)
     return made, asked
 
 
@@ -246,8 +247,9 @@ def test_where_no_kernel_can_be_generated_nothing_is_parted() -> None:
     specs = (layer(residual=BF16), layer(8192, 4096, 4096, act="relu"), blocks.gpt_block().spec())
     for spec in specs:
         legal = legalize(spec, POLICY)
-        without = heuristic.choose(legal, POLICY, builder())
-        made = heuristic.choose(legal, POLICY, builder(), kernels=none, checked=lambda parts: [])
+        without = heuristic.choose(legal, POLICY, heuristic.Builds(builder()))
+        builds = heuristic.Builds(builder(), checked=lambda parts: [])
+        made = heuristic.choose(legal, POLICY, builds, none)
         assert steps(made) == steps(without)
 
 

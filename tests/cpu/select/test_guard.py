@@ -201,9 +201,8 @@ def test_a_search_tells_what_it_will_ask_for() -> None:
         choice = Choice(1, ())
         return FakePlan(choice), (Outcome(Candidate(0, choice, "eng1"), True),)
 
-    heuristic.choose(
-        graph().spec(), POLICY, build, lambda parts: asked.append([p.name for p in parts])
-    )
+    builds = heuristic.Builds(build, lambda parts: asked.append([p.name for p in parts]))
+    heuristic.choose(graph().spec(), POLICY, builds)
     assert [sorted(each) for each in asked if each] == [["conv", "relu"]]
 
 
@@ -580,3 +579,57 @@ SAID = [None, 7, {}, {"error": "x"}, {"error": 1.0, "gpu": 3}]
 @pytest.mark.parametrize("said", [*SAID, {**WHOLE, "also": 7}, {**WHOLE, "also": ["1", 2]}])
 def test_a_check_that_a_record_cannot_say_counts_as_none(said: Any) -> None:
     assert codec._verified(said) is None
+
+
+class Asked:
+    """Workers that answer when they are told to, and what they were asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.checks: list[tuple[str, Choice, bool]] = []
+        self.futures: list[Future[Answer]] = []
+        monkeypatch.setattr(workers, "on", lambda index: self)
+        monkeypatch.setattr(guard, "replay", lambda spec, choice, index: FakePlan(choice))
+        monkeypatch.setattr(Verified, "here", classmethod(lambda cls, index, error: CHECKED))
+
+    def check(
+        self, spec: GraphSpec, policy: cg.Policy, choice: Choice, *, gate: Any, urgent: bool
+    ) -> Future[Answer]:
+        self.checks.append((spec.name, choice, urgent))
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def test_kernels_that_are_expected_are_built_behind_all_else_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, kept = Asked(monkeypatch), Memory()
+    kernel, other, bad = (
+        Choice(KERNEL, ()),
+        Choice(KERNEL, (("A", 1),)),
+        Choice(KERNEL, (("A", 2),)),
+    )
+    kept.rejected[bad] = "wrong: off by 2"
+    build = guard.Builder(POLICY, 0, kept)
+    parts = [(spec(), kernel), (spec("an_equal_one"), kernel), (spec(), bad), (spec(), other)]
+    build.expect_kernels(parts)
+    assert [(choice, urgent) for _, choice, urgent in asked.checks] == [
+        (kernel, False),
+        (other, False),
+    ]
+    asked.futures[0].set_result(Answer())
+    made = build.kernels(parts[:3])
+    assert [getattr(each, "choice", each) for each in made] == [kernel, kernel, "wrong: off by 2"]
+    assert len(asked.checks) == 2, "nothing is asked for twice"
+    build.cancel()
+    assert asked.futures[1].cancelled() and not asked.futures[0].cancelled()
+
+
+@pytest.mark.parametrize("verify", ["inprocess", "off"])
+def test_without_workers_nothing_is_built_ahead(
+    verify: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked(monkeypatch)
+    build = guard.Builder(cg.Policy(verify=verify, allow_tf32=False), 0, Memory())
+    build.expect([spec()])
+    build.expect_kernels([(spec(), Choice(KERNEL, ()))])
+    assert not asked.checks

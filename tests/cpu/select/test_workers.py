@@ -222,3 +222,35 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_workers_that_are_started_early_do_the_first_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    fork = Server.fork
+
+    def counted(self: Server, data: object) -> object:
+        started.append(0)
+        return fork(self, data)
+
+    monkeypatch.setattr(Server, "fork", counted)
+    pool = Pool(tmp_path, {"7": "is right"}, most=3)
+    pool.workers.start()
+    pool.workers.start()
+    deadline = time.monotonic() + 20.0
+    while len(started) < workers.EARLY and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(started) == workers.EARLY, "before there is a task, and no more of them"
+    assert pool.workers.first(graph(), POLICY, {}).result().blob == b"plan 7"
+    assert len(started) == workers.EARLY
+
+
+def test_workers_that_cannot_be_started_early_are_refused_with_the_first_task() -> None:
+    def command(file: int) -> Sequence[str]:
+        raise Unusable("no process can be started")
+
+    pool = Workers(0, 2, Server(command))
+    pool.start()
+    with pytest.raises(Unusable, match="no process can be started"):
+        pool.first(graph(), POLICY, {}).result()
