@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph.models import dynamo
 from tests import numerics
 from tests.fused import compiled
 from tests.training import alike
@@ -60,6 +62,57 @@ def test_random_chains_of_complex_steps_are_trained(seed: int) -> None:
     """What a forward saves may be a view that conjugates the rest of what it saves."""
     torch._dynamo.reset()
     alike(chain(seed), *two(seed), check=False)
+
+
+def _lazy(x: Tensor, kind: str) -> tuple[Tensor, ...]:
+    z = torch.complex(x, x.flip(0))
+    return (z.conj(), z.mH, z) if kind == "conj" else (z.conj().imag, z.mH.imag, z.real)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("kind", ["conj", "negative"])
+@pytest.mark.parametrize("left", [None, "forward", "backward"])
+def test_inputs_that_conjugate_what_memory_holds_are_read_as_numbers(
+    kind: str, check: bool, left: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside a graph that is left to torch, which asks how its inputs lie."""
+    torch._dynamo.reset()
+    real = dynamo._Compiled._made
+
+    def made(graph: Any, args: Any) -> Any:
+        return None if left and graph._title.startswith(left) else real(graph, args)
+
+    monkeypatch.setattr(dynamo._Compiled, "_made", made)
+
+    def function(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        y = (a @ b) * c
+        return torch.view_as_real(y * 2) if y.is_complex() else y
+
+    run = compiled(function, check=check)
+    found = []
+    for each in (run, function):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = each(*_lazy(x, kind))
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), x)])
+    for mine, own in zip(*found, strict=True):
+        torch.testing.assert_close(mine, own)
+
+
+@pytest.mark.parametrize("kind", ["conj", "negative"])
+def test_what_is_written_over_such_inputs_reaches_memory(kind: str) -> None:
+    torch._dynamo.reset()
+
+    def function(x: Tensor) -> Tensor:
+        x.add_(1j if kind == "conj" else 1)
+        return x * 2
+
+    found = []
+    for run in (compiled(function), function):
+        z = torch.view_as_complex(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)))
+        y = run(z.conj() if kind == "conj" else z.conj().imag)
+        found.append((y.resolve_conj(), z))
+    for mine, own in zip(*found, strict=True):
+        assert torch.equal(mine, own)
 
 
 class Chain(nn.Module):
