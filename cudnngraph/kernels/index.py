@@ -56,6 +56,12 @@ class Sum:
         """The largest value that it may have, as far as can be told."""
         return self.number + sum((digit.mod - 1) * by for digit, by in self.terms)
 
+    def within(self, extent: int) -> bool:
+        """Whether it is always at least 0 and less than an extent, as far as can be told."""
+        reach = [(digit.mod - 1) * by for digit, by in self.terms]
+        least = self.number + sum(each for each in reach if each < 0)
+        return least >= 0 and self.number + sum(each for each in reach if each > 0) < extent
+
     def __add__(self, other: Sum | int) -> Sum:
         if isinstance(other, int):
             return Sum(self.terms, self.number + other)

@@ -334,6 +334,8 @@ class Writer:
         (index,) = asked
         if any(part.vars() - {self._rows.row} for part in index):
             raise Refused("a reduction's result is read along a row")
+        if not all(part.within(extent) for part, extent in zip(index, each.shape, strict=True)):
+            raise Refused("a reduction's result is read in other rows, not all of which there are")
         return index
 
     def _asked(self) -> set[tuple[int, Index]]:

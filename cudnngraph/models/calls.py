@@ -14,6 +14,7 @@ from collections import UserDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import lru_cache
 from itertools import count
 from numbers import Integral, Number, Real
 from typing import Any
@@ -340,6 +341,29 @@ def parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
         return dict(inspect.signature(model.forward).parameters)
     except (TypeError, ValueError):
         return {}
+
+
+def in_order(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Named arguments in the order of the parameters of a model's ``forward``: those have the same
+    meaning in any order. Others keep theirs, behind them: the model sees it."""
+    if len(kwargs) < 2:
+        return kwargs
+    forward = getattr(model.forward, "__func__", model.forward)
+    names = _parameter_names(forward) if isinstance(forward, Hashable) else ()
+    if not any(name in names for name in kwargs):
+        return kwargs
+    first = {name: kwargs[name] for name in names if name in kwargs}
+    return {**first, **kwargs}
+
+
+@lru_cache(maxsize=256)
+def _parameter_names(function: Any) -> tuple[str, ...]:
+    """The parameters that may be given by name; none if Python cannot tell."""
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
 def parameter_at(model: nn.Module, index: int) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..device.rules import rules
 from ..errors import CannotImport, GraphError
@@ -226,7 +227,7 @@ class Importer:
 
     def _placeholder(self, node: torch.fx.Node, user: Mapping[str, int]) -> Any:
         if node.name in self.constants:
-            return self.constants[node.name]
+            return forms.as_held(self.constants[node.name])
         seen = node.meta.get("val")
         if not isinstance(seen, torch.Tensor):
             return seen
@@ -306,7 +307,7 @@ class Importer:
         value: Any = self.module
         for word in str(node.target).split("."):
             value = getattr(value, word)
-        return value.detach() if isinstance(value, torch.Tensor) else value
+        return forms.as_held(value.detach()) if isinstance(value, torch.Tensor) else value
 
     def _result(self, node: torch.fx.Node) -> Any:
         target: Any = node.target
@@ -331,7 +332,8 @@ class Importer:
         draws = forms.is_random(target, args, kwargs)
         if not graph_values and not draws:
             with torch.no_grad():
-                return target(*args, **kwargs)
+                made = target(*args, **kwargs)
+            return pytree.tree_map_only(torch.Tensor, forms.as_held, made)
         for seen in _leaves(node.meta.get("val")):
             if isinstance(seen, torch.Tensor):
                 self._known_shape(seen)
@@ -500,7 +502,7 @@ class Importer:
     def constant(self, tensor: torch.Tensor, label: str = "constant") -> Value:
         """The graph's input for a tensor that is always the same."""
         if tensor.layout != torch.strided:
-            raise self._refused("it reads a sparse tensor")
+            raise self._refused("it reads or makes a sparse tensor")
         place = (
             tensor.data_ptr() if tensor.numel() else id(tensor),
             tuple(tensor.shape),
@@ -613,6 +615,8 @@ class Importer:
         return self.folded[node] not in before
 
     def _known_shape(self, seen: torch.Tensor) -> None:
+        if seen.layout != torch.strided:
+            raise self._refused("it reads or makes a sparse tensor")
         if any(not isinstance(size, int) for size in (*seen.shape, *seen.stride())):
             what = "the shape of its result depends on the numbers in a tensor"
             raise self._refused(f"{what}; {ONE_SHAPE}")

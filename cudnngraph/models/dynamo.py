@@ -19,6 +19,7 @@ import torch
 from .. import settings
 from ..arguments import shown
 from ..errors import CannotImport, GraphError, PolicyError
+from ..ops.meta import as_held
 from ..runtime import comparison, custom_ops
 from ..runtime.compile import compile, generates
 from . import again, report, saved, whole, written
@@ -206,6 +207,7 @@ class _Compiled:
     ) -> None:
         self._boxed_call = True  # as AOTAutograd asks, of the instance
         self._written = written.take_out(traced)
+        self._lazy = _lazy_places(traced)
         self.traced, self._title = traced, title
         self._names, self._gradients = names, gradients
         self._unread: tuple[int, ...] = ()  # results
@@ -281,17 +283,17 @@ class _Compiled:
                     self._left_to_torch(args, f"over {self._max_shapes} shapes")
                 self._forms[form] = found
             if found is None:
-                results = self.traced(*args)
+                results = self.traced(*self._as_traced(args))
                 written.write([args[at] for at in self._written], results[: len(self._written)])
                 return results[len(self._written) :]
             tensors = [
-                arg
+                as_held(arg) if place in self._lazy else arg
                 for place, arg in enumerate(args)
                 if place not in self._static and isinstance(arg, torch.Tensor)
             ]
             tensors += [draw.make() for draw in found.draws]
             if self._check and not found.bound.compared:
-                return tuple(self._compared(found, args, tensors))
+                return tuple(self._compared(found, self._as_traced(args), tensors))
             args.clear()
             return tuple(found.run(tensors))
 
@@ -323,6 +325,14 @@ class _Compiled:
         bound.compared = True
         return bound.write(targets, results)
 
+    def _as_traced(self, args: Sequence[Any]) -> list[Any]:
+        """The inputs, conjugates and negatives as those views of memory that were traced: torch's
+        own ops ask."""
+        return [
+            _lazily(arg, *self._lazy[place]) if place in self._lazy else arg
+            for place, arg in enumerate(args)
+        ]
+
     def _notice_changes(self, args: Sequence[Any]) -> None:
         """Bind the weights anew that were written or exchanged since the last call."""
         if any(args[place].is_inference() for place in self._static):  # nobody counts writes
@@ -344,6 +354,8 @@ class _Compiled:
     def _made(self, args: Sequence[Any]) -> _Made | None:
         device = _device_of(args)
         try:
+            if not self._lazy.keys().isdisjoint(self._written):
+                raise CannotImport("it writes over a view that conjugates or negates")
             traced = retraced(self.traced, args)
             forms = saved.without(traced, self._unread)
             names = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
@@ -384,6 +396,25 @@ class _Compiled:
             if self._check:
                 _log.warning("torch.compile: that graph is left out of the comparison with eager")
             return None
+
+
+def _lazy_places(traced: torch.fx.GraphModule) -> dict[int, tuple[bool, bool]]:
+    """The places of inputs whose memory holds conjugates of their numbers, and negatives."""
+    seen = [node.meta.get("val") for node in traced.graph.nodes if node.op == "placeholder"]
+    return {
+        place: (each.is_conj(), each.is_neg())
+        for place, each in enumerate(seen)
+        if isinstance(each, torch.Tensor) and (each.is_conj() or each.is_neg())
+    }
+
+
+def _lazily(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
+    """The same numbers in a view that conjugates, or negates, what memory holds."""
+    if conj and not tensor.is_conj():
+        tensor = tensor.conj_physical().conj()
+    if neg and not tensor.is_neg():
+        tensor = torch._neg_view(tensor.neg())
+    return tensor
 
 
 def _device_of(args: Sequence[Any]) -> torch.device:

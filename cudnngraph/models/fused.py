@@ -37,7 +37,7 @@ from ..errors import (
 from ..policy import Policy
 from .bound import MAX_SHAPES, Bound
 from .buckets import Buckets, cuts_of
-from .calls import Call, flat, parameters
+from .calls import Call, flat, in_order, parameters
 from .check import Ahead, Errors, Wanted, copied
 from .export import asks, is_exporting
 from .form import Form, Options, difference, make
@@ -195,7 +195,7 @@ class Fused(StandIn):
         return self
 
     def _call(self, args: Any, kwargs: Any) -> Call:
-        call = Call(self._name, args, kwargs)
+        call = Call(self._name, args, in_order(self.unfused, kwargs))
         if self._buckets is not None:
             self._buckets.pad(call, self.unfused)
         call.read(self._options.dtype)

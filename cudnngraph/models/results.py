@@ -70,7 +70,13 @@ def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
     if whole is node or not isinstance(form, torch.Tensor) or not isinstance(seen, torch.Tensor):
         return None
     dense = is_dense(tuple(form.shape), tuple(form.stride())) and form.numel() > 0
-    return whole if dense and form.dtype == seen.dtype else None
+    alike = form.dtype == seen.dtype and _bits(form) == _bits(seen)
+    return whole if dense and alike else None
+
+
+def _bits(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Whether the numbers of a tensor are conjugates, or negatives, of what its memory holds."""
+    return tensor.is_conj(), tensor.is_neg()
 
 
 def _shown(c: Importer, node: torch.fx.Node, whole: torch.fx.Node, named: _Named) -> Result:

@@ -45,7 +45,7 @@ def _fits(traced: torch.fx.GraphModule, args: Sequence[Any]) -> bool:
     return all(
         "val" in node.meta and _is_known(node.meta["val"])
         for node in traced.graph.nodes
-        if node.op == "call_function"
+        if node.op == "call_function" or (node.op == "placeholder" and node.users)
     )
 
 
@@ -55,7 +55,7 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_known(values: Any) -> bool:
-    """Whether no size in values of a trace is a symbol."""
+    """Whether no size in values of a trace is a symbol, be it one of a single value."""
     for each in pytree.tree_leaves(values):
         if isinstance(each, torch.Tensor):
             place = each.storage_offset()

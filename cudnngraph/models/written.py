@@ -41,6 +41,9 @@ def write(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> No
         return
     pairs: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, value in zip(targets, values, strict=True):
+        if target.is_conj() or target.is_neg():  # which no launch of several takes
+            target.copy_(value)
+            continue
         pairs.setdefault((target.device, target.dtype, value.dtype), []).append((target, value))
     with torch.inference_mode(any(target.is_inference() for target in targets)):
         for several in pairs.values():

@@ -3,7 +3,8 @@
 An argument is None, a bool, an int, a finite float or a str as it is, or a tuple that begins with
 what it stands for: ``("tensor", 0)`` the first operand, ``("list", a, b)``, ``("dtype",
 "float16")``, ``("device",)`` that of the operands, ``("layout", "strided")``, ``("memory_format",
-"channels_last")``, ``("float", "-inf")``. So it can be part of a key.
+"channels_last")``, ``("float", "-inf")``, ``("complex", "0.0", "1.0")``. So it can be part of a
+key.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from ..ir.spec import Node, TensorSpec
 from .base import REQUIRED, InferContext, Result, register
 from .checks import like_order
-from .meta import bind_arguments
+from .meta import as_held, bind_arguments
 from .meta import infer as form_of
 
 #: How many results of an op a graph can use, and how many each node has a place for.
@@ -56,6 +57,8 @@ def encode(value: Any, tensor: Callable[[Any], int | None]) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else ("float", str(value))
+    if isinstance(value, complex):
+        return ("complex", str(value.real), str(value.imag))
     if isinstance(value, (list, tuple, torch.Size)):
         return ("list", *(encode(item, tensor) for item in value))
     if isinstance(value, torch.device):
@@ -79,6 +82,8 @@ def decode(value: Any, tensors: Sequence[Any], device: torch.device) -> Any:
         return device
     if kind == "float":
         return float(rest[0])
+    if kind == "complex":
+        return complex(*map(float, rest))
     if kind in ("dtype", "layout", "memory_format"):
         return getattr(torch, rest[0])
     raise ValueError(f"an argument that begins with {kind!r}")
@@ -110,7 +115,8 @@ def call(
     args = [decode(value, tensors, device) for value in attrs["args"]]
     kwargs = {name: decode(value, tensors, device) for name, value in attrs["kwargs"]}
     result = function(*args, **kwargs, **more)
-    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    many = result if isinstance(result, (tuple, list)) else (result,)
+    return tuple(as_held(each) if isinstance(each, torch.Tensor) else each for each in many)
 
 
 def run(attrs: Mapping[str, Any], tensors: Sequence[Any]) -> tuple[Any, ...]:

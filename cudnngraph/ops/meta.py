@@ -259,12 +259,19 @@ FORMS: Mapping[str, Form] = {
 }
 
 
+def as_held(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory holds its very numbers: no conjugates of them, and no negatives."""
+    return tensor.resolve_conj().resolve_neg()
+
+
 def infer(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an overload on meta tensors and return its results."""
     name = op._schema.name
     rule = FORMS.get(name)
     result = None if rule is None else rule(bind_arguments(op, args, kwargs))
     made = op(*args, **kwargs) if result is None else result
+    if isinstance(made, torch.Tensor):
+        return as_held(made)
     if not isinstance(made, tuple):
         return made
     given = [each.dtype for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]

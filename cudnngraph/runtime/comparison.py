@@ -146,7 +146,9 @@ def _off(out: torch.Tensor, ref64: torch.Tensor) -> tuple[float, float]:
     if not compared(out) or out.shape != ref64.shape:
         return 0.0, 0.0
     if out.dtype in _COMPLEX:
-        out, ref64 = torch.view_as_real(out), torch.view_as_real(ref64.to(torch.complex128))
+        out, ref64 = (
+            torch.view_as_real(each.resolve_conj()) for each in (out, ref64.to(torch.complex128))
+        )
     off, size = distance(out, ref64)
     return (off if off == off else float("inf")), size
 

@@ -12,6 +12,7 @@ from random import Random
 import pytest
 import torch
 
+import cudnngraph as cg
 from cudnngraph.backend.plan import Choice
 from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
@@ -85,6 +86,30 @@ def wrong(spec: GraphSpec, seed: int, source: Source) -> list[str]:
             if not bool((around.float() == around[-1].float()).all()):
                 found.append(f"{name} is written beside, backwards={backwards}")
     return found
+
+
+@pytest.mark.parametrize("shift", [-2, -1, 0, 1, 2])
+@pytest.mark.parametrize("kind", ["sum", "max"])
+def test_a_row_that_is_not_there_is_not_reduced(shift: int, kind: str) -> None:
+    """Numbers of rows that move by some places, with others at their end: a kernel that reduced
+    the row of each would read beside the tensor, of whose memory nothing is known."""
+    rows, many = 6, abs(shift)
+    g = cg.Graph()
+    x = g.input("x", (rows, 7), torch.float32)
+    more = g.input("more", (max(many, 1),), torch.float32)
+    y = g.reduction(g.mul(x, x), dims=1, mode=kind)
+    if many:
+        start, stop = (0, rows - many) if shift < 0 else (many, rows)
+        part = g.slice(y, 0, start, stop)
+        y = g.concat([more, part] if shift < 0 else [part, more], 0)
+    else:
+        y = g.add(y, more)
+    g.output("y", g.relu(y))
+    spec = g.spec()
+    made = sources(spec, 0)
+    assert made
+    for choice, source in made:
+        assert wrong(spec, 0, source) == [], choice
 
 
 def test_operands_of_every_kind_occur() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import types
 from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -203,6 +204,34 @@ def test_a_mapping_for_a_model_that_takes_its_items_says_so() -> None:
     text = r"the Tokens is one argument; give its items by name: fused\(\*\*inputs\)"
     with pytest.raises(cg.CannotImport, match=text):
         cg.fuse(Encoder().eval(), tokens)
+
+
+def test_named_arguments_are_one_form_in_any_order() -> None:
+    class Named(nn.Module):
+        def forward(self, x: Any, scale: Any = 1.0, *, shift: Any = None) -> Any:
+            return x * scale - (0 if shift is None else shift)
+
+    x, scale, shift = (image(2, 3) for _ in range(3))
+    model = Named().eval()
+    fused = cg.fuse(model, (), kwargs={"x": x, "scale": scale, "shift": shift})
+    for names in itertools.permutations(("x", "scale", "shift")):
+        given = {name: {"x": x, "scale": scale, "shift": shift}[name] for name in names}
+        torch.testing.assert_close(fused(**given), x * scale - shift)
+    assert len(fused) == 1
+
+
+def test_the_order_of_names_that_a_model_sees_is_part_of_the_form() -> None:
+    class Others(nn.Module):
+        def forward(self, x: Any, **others: Any) -> Any:
+            return {name: x * place for place, name in enumerate(others)}
+
+    x, model = image(2, 3), Others().eval()
+    fused = cg.fuse(model, (), kwargs={"a": x, "x": x, "b": x})
+    for given in ({"b": x, "a": x, "x": x}, {"x": x, "a": x, "b": x}):
+        made, wanted = fused(**given), model(**given)
+        assert list(made) == list(wanted)
+        torch.testing.assert_close(made, wanted)
+    assert len(fused) == 2
 
 
 def test_the_kind_of_a_container_and_its_keys_are_part_of_the_form() -> None:

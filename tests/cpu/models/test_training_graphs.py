@@ -392,6 +392,23 @@ def test_a_graph_is_traced_again_for_other_forms_alone(monkeypatch: pytest.Monke
         torch.testing.assert_close(mine.grad, own.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_inputs_that_lie_otherwise_at_each_call_are_graphs_of_ours() -> None:
+    """torch then has symbols for strides, also for those that its guards let be one number."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 5))
+    plain = copy.deepcopy(model)
+    run = compiled(model)
+    wide, long = torch.randn(8, 12), torch.randn(30)
+    ways = [wide[:4, :6], wide[:6, :4].t(), wide[:1, :6].expand(4, 6), wide[::2, ::2]]
+    ways += [long[3:27].view(4, 6), long.as_strided((4, 6), (2, 1)), wide[:4, :6].clone()]
+    for x in ways:
+        run(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    assert left_to_torch() == []
+    for mine, own in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, own.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_neighbours_are_all_that_overlap() -> None:
     memory = torch.zeros(200)
     torch.manual_seed(0)
