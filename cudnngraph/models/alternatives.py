@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +21,10 @@ from ..cache.distributed import is_distributed
 from ..device.rules import Values, following, noting, others, told
 from ..errors import CannotImport, CudnnGraphError, PlanNotCached
 from ..ir.spec import GraphSpec
-from ..runtime.compile import compile, searched_briefly
+from ..runtime.compile import compile, searched_briefly, searching_together
 from ..runtime.executable import Executable, import_of, note_import
 from ..select.alternatives import budget_s, times_apart
-from ..select.config import MIN_GAIN
+from ..select.config import BEGUN_SHARE, MIN_GAIN
 from .convert import Imported
 from .export import HasGraph
 
@@ -53,6 +53,13 @@ def compiled(
     ``again`` imports the model; ``options`` are those of
     :func:`~cudnngraph.runtime.compile.compile`.
     """
+    with searching_together():
+        return _compiled(again, device, options)
+
+
+def _compiled(
+    again: Again, device: torch.device, options: Mapping[str, Any]
+) -> tuple[Imported, Executable[Any] | None, Values]:
     with noting() as asked:
         imported = again()
     if imported.spec is None:
@@ -64,7 +71,8 @@ def compiled(
     values, policy = import_of(executable), executable.policy
     new = executable.tier == "built"  # what is kept without a word of it is not measured again
     if values is None and policy.tune == "autotune" and new and not is_distributed():
-        left_s = budget_s(imported.spec, policy) - (time.perf_counter() - start)
+        most_s = min(budget_s(imported.spec, policy), BEGUN_SHARE * policy.total_s)
+        left_s = most_s - (time.perf_counter() - start)
         found = [one for one in others("import") if one[0] in asked]
         values = _measured(imported.spec, executable, again, found, left_s)
         note_import(executable, values)
