@@ -38,7 +38,7 @@ from .cost import Floor, no_floor
 from .decision import ALIAS, Decision, Hints, Selection, StepPlan
 from .joining import joined
 from .kernels import Kernels
-from .search import Search, by_rule, of_others
+from .search import Search, of_others
 from .ways import Contender, Part, StepSearch, Variant, of_cuts, step_plan
 
 Progress = Callable[[int, int], None]
@@ -270,8 +270,7 @@ class RegionSearch:
         deadline = now + min(budget_s, EXPLORED_SHARE * (self._ends - now))
         known = {id(each): each for each in begun}
         roots = [root for each in begun for root in each.roots]
-        first = [part for root in roots for part in (root, *by_rule(root))]
-        yield from self._started(begun, first, deadline)
+        yield from self._started(begun, roots, deadline)
         gains = {id(each): each.gain_us() for each in begun}
         times = {id(each): each.us() for each in begun}
         while (late := time.perf_counter() >= deadline) is False:
@@ -283,7 +282,8 @@ class RegionSearch:
                     doubted = _doubted(begun)
                     if not doubted:
                         break
-                    yield from self._started(begun, [], deadline)
+                    again = [part for each in begun for part in each.search.unstarted(each.roots)]
+                    yield from self._started(begun, again, deadline)
                     gains.update((id(each), each.gain_us()) for each in doubted)
                     continue
             some = [known[key] for key, gain in gains.items() if gain > 0]
@@ -330,27 +330,23 @@ class RegionSearch:
         self, begun: Sequence[_Begun], parts: list[Part], deadline: float
     ) -> Iterator[tuple[int, int]]:
         """Start parts, then all that may be steps of the fastest way, those first in whose regions
-        the graph may gain most; yields (done, known). Once it is late only regions go on that
-        nothing runs yet.
+        the graph may gain most; yields (done, known). Once it is late only what is owed is started.
 
         What is asked for and built elsewhere is that of all regions at a time.
         """
-        optional = False
-        while True:
+        owed = True
+        while parts:
             for told in begun[0].search.start(parts):
                 yield told
-                if optional and time.perf_counter() >= deadline:
+                if not owed and time.perf_counter() >= deadline:
                     break
-            late = time.perf_counter() >= min(deadline, self._ends)
-            left = [
-                each for each in begun if not (late and math.isfinite(each.search.us(each.roots)))
+            owed = time.perf_counter() >= deadline
+            by_gain = sorted(begun, key=lambda each: -each.gain_us())
+            parts = [
+                part
+                for each in by_gain
+                for part in (each.search.owed if owed else each.search.unstarted)(each.roots)
             ]
-            left.sort(key=lambda each: -each.gain_us())
-            hopeful = [part for each in left for part in each.search.hopeful(each.roots)]
-            parts = [part for part in hopeful if not part.step.started]
-            optional = not late and all(math.isfinite(each.search.us(each.roots)) for each in begun)
-            if not parts:
-                return
 
     def _settled(self, begun: _Begun, *, compare: bool) -> _Region:
         spec = begun.spec

@@ -314,10 +314,24 @@ class Search:
 
     def widen(self, roots: Sequence[Part]) -> Iterator[tuple[int, int]]:
         """Start every part that may be a step of the fastest way, as far as that is known."""
-        while parts := [part for part in self.hopeful(roots) if not part.step.started]:
-            if self.over() and math.isfinite(self.us(roots)):
+        while True:
+            late = self._late or self.over()
+            parts = self.owed(roots) if late else self.unstarted(roots)
+            if not parts:
                 return
             yield from self.start(parts)
+
+    def unstarted(self, roots: Sequence[Part]) -> list[Part]:
+        """The parts of which nothing was tried, and that may be steps of the fastest way."""
+        return [part for part in self.hopeful(roots) if not part.step.started]
+
+    def owed(self, roots: Sequence[Part]) -> list[Part]:
+        """The parts that are started however late it is: those of a graph that nothing runs yet,
+        and those that a choice by rules would take."""
+        if not math.isfinite(self.us(roots)):
+            return self.unstarted(roots)
+        by_rules = (part for root in roots for part in by_rule(root))
+        return [part for part in by_rules if not part.step.started]
 
     def over(self) -> bool:
         """Whether all the time is spent that the whole may take."""
@@ -327,7 +341,7 @@ class Search:
         """Try plans until little can be gained or the time is up; yields (done, known)."""
         self.expect(self.order)
         self.open(self.order)
-        yield from self.start([part for root in roots for part in (root, *by_rule(root))])
+        yield from self.start(roots)
         yield from self.widen(roots)
         while time.perf_counter() < deadline:
             gain = self.gain_us(roots) > LEFT_SHARE * self.us(roots)
