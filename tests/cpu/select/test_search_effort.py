@@ -6,7 +6,8 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import cudnngraph as cg
 from cudnngraph.backend.plan import Choice
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import alternatives, autotune, effort, joining, regions, search
+from cudnngraph.select.bench import GpuBench
 from cudnngraph.select.config import BUILT_TOGETHER, LEFT_SHARE, REGIONS_AHEAD
 from cudnngraph.select.effort import Effort
 from tests.searches import F16, POLICY, Bench, Offer, digest, ops, run, table, taken
@@ -257,3 +259,44 @@ def test_seconds_are_told_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         "3.0 s: waiting for rankings 0.0, waiting for builds 1.0, waiting for the GPU 0.0, "
         "measuring 1.0, comparing 0.0, other 1.0; workers: building 0.0, checking 0.5 s"
     )
+
+
+def test_plans_that_are_timed_together_take_one_turn_and_a_wait_ends_it() -> None:
+    """While a process has the GPU to itself no worker checks a plan: it must not wait for one."""
+    log: list[str] = []
+
+    @contextmanager
+    def gate() -> Iterator[None]:
+        log.append("taken")
+        try:
+            yield
+        finally:
+            log.append("given back")
+
+    bench: Any = GpuBench.__new__(GpuBench)
+    bench._alone, bench.effort = gate, Effort()
+    bench.effort.let_go = bench._let_go
+
+    def measured() -> None:
+        with bench._measuring(effort.MEASURING):
+            log.append("timed")
+
+    one = ["taken", "timed", "given back"]
+    measured()
+    measured()
+    assert log == one * 2, "each by itself"
+    log.clear()
+    with bench.alone():
+        assert not log, "nothing is timed yet"
+        measured()
+        with bench.alone():
+            measured()
+        bench.effort.let_go()  # as before a wait for a worker
+        measured()
+    assert log == ["taken", "timed", "timed", "given back", *one]
+    log.clear()
+    with pytest.raises(ValueError), bench.alone():
+        measured()
+        raise ValueError
+    measured()
+    assert log == one * 2, "a failure gives it back"
