@@ -392,8 +392,9 @@ class _Isolated:
         choice = candidate.choice
         if choice in self._queue:
             self._queue.remove(choice)
-        if choice not in self._ahead or self._ahead[choice].cancelled():
-            self._ask([choice], urgent=True)
+        future = self._ahead.get(choice)
+        if future is None or (not future.done() and future.cancel()) or future.cancelled():
+            self._ask([choice], urgent=True)  # before what waits for a worker to be built ahead
         answer = _heard(self._ahead.pop(choice), self._effort)
         if answer is None:
             return self._build_here(candidate)

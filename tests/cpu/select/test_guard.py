@@ -415,6 +415,32 @@ def test_what_is_built_ahead_is_there_without_a_wait(
     assert effort.seconds[BUILDING] > 0.0
 
 
+def test_a_plan_that_is_waited_for_is_built_before_those_built_ahead(
+    behaves: Behaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
+    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
+    behaves.start(**{f"e{engine}": "is right" for engine in range(1, 10)})
+    search = guard._Isolated(spec(), POLICY, 0, Memory())
+    last = search.candidates[8]
+    asked: list[tuple[int, bool]] = []
+    submit = search._ask
+
+    def ask(choices: Sequence[Choice], *, urgent: bool) -> None:
+        asked.extend((choice.engine, urgent) for choice in choices)
+        if not urgent:  # no worker comes to it
+            search._ahead.update({choice: Future() for choice in choices})
+        else:
+            submit(choices, urgent=urgent)
+
+    search._ask = ask  # type: ignore[method-assign]
+    search.ahead(9)
+    assert (last.choice.engine, False) in asked and not search.ready(last.choice)
+    outcome, plan = search.build(last)
+    assert outcome.accepted and plan is not None
+    assert asked[-1] == (last.choice.engine, True)
+
+
 def test_what_was_to_be_built_ahead_can_be_asked_for_later(
     behaves: Behaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
