@@ -45,6 +45,8 @@ class Policy:
     - ``max_candidates``: how many plans of a step autotuning builds at most.
     - ``budget_s``: seconds that autotuning may take for each convolution, matmul, norm or attention
       of the graph; every step's first plan is tried however long that takes.
+    - ``total_s``: seconds that autotuning may take for a whole graph, or in ``fuse`` for a model.
+      After that only what has no plan yet is searched, and the fastest that was found is taken.
     """
 
     tune: Tune | None = None
@@ -57,6 +59,7 @@ class Policy:
     verify: Verify | None = None
     max_candidates: int = 12
     budget_s: float = 8.0
+    total_s: float = 45.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -99,13 +102,14 @@ class Policy:
         most = self.max_candidates
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise PolicyError(f"max_candidates={most!r}; expected a whole number >= 1")
-        budget = self.budget_s
-        if (
-            isinstance(budget, bool)
-            or not isinstance(budget, (int, float))
-            or not 0 <= budget < 1e9
-        ):
-            raise PolicyError(f"budget_s={budget!r}; expected seconds >= 0")
+        for name in ("budget_s", "total_s"):
+            budget = getattr(self, name)
+            if (
+                isinstance(budget, bool)
+                or not isinstance(budget, (int, float))
+                or not 0 <= budget < 1e9
+            ):
+                raise PolicyError(f"{name}={budget!r}; expected seconds >= 0")
 
 
 class PolicyOptions(TypedDict, total=False):
@@ -121,7 +125,8 @@ class PolicyOptions(TypedDict, total=False):
     verify: Verify | None
     max_candidates: int
     budget_s: float
+    total_s: float
 
 
 # What says how plans are looked for, and changes nothing about those that may be found.
-SEARCH_FIELDS = frozenset({"tune", "verify", "max_candidates", "budget_s"})
+SEARCH_FIELDS = frozenset({"tune", "verify", "max_candidates", "budget_s", "total_s"})

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +122,7 @@ class World:
         floor: Any,
         *,
         brief: bool = False,
+        left_s: float = math.inf,
     ) -> Any:
         self.measured.append(spec.name)
         self.hints.append(hints)
@@ -179,7 +181,8 @@ class World:
         monkeypatch.setattr(env, "cudnn_version", lambda: self.environment.cudnn_version)
         monkeypatch.setattr(guard, "build_first", self.build_first)
         monkeypatch.setattr(compiling, "by_measurement", self.autotune)
-        monkeypatch.setattr(compiling, "GuardedBench", lambda *args: None)
+        nothing = SimpleNamespace(rest=lambda: None)
+        monkeypatch.setattr(compiling, "GuardedBench", lambda *args: nothing)
         rates = Rates(0.0, math.inf, {})
         monkeypatch.setattr(compiling.cost, "measured", lambda bench, spec: rates)
         monkeypatch.setattr(compiling, "refuse_during_capture", lambda: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from cudnngraph.select import alternatives
 from cudnngraph.select.config import FINAL_ROUNDS
 from cudnngraph.select.cost import Floor, no_floor
 from cudnngraph.select.decision import Decision, Hints, Selection
+from cudnngraph.select.effort import Effort
 from tests.cuttings import every_way, pieces, rewritten
 from tests.fakes import FakePlan
 
@@ -72,6 +74,7 @@ class Bench:
         self.chains: list[list[str]] = []
         self.whole_us: Callable[..., list[float] | None] = self.sums_us
         self.on_build: Callable[[], None] = lambda: None
+        self.effort = Effort()
 
     def offer(self, spec: GraphSpec, engine: int) -> Offer:
         return self._offers(spec)[engine]
@@ -115,8 +118,14 @@ class Bench:
     def expect(self, specs: Sequence[GraphSpec]) -> None:
         """Nothing is asked ahead."""
 
-    def ahead(self, spec: GraphSpec) -> None:
+    def ahead(self, spec: GraphSpec, count: int) -> None:
         """Nothing is built ahead."""
+
+    def ready(self, spec: GraphSpec, choice: Choice) -> bool:
+        return True
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing is built ahead."""

@@ -8,6 +8,7 @@ how many of the candidates a search goes on to depends on the times that it find
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,7 +30,7 @@ from ..select.kernels import Kernels
 from ..select.listing import parts
 from ..select.remembered import is_ranked, keep_ranking
 from ..select.rules import why_not_cudnn
-from ..select.search import Part
+from ..select.ways import Part
 from .offline import WITHOUT_DRIVER, ListedPlan, OnTarget, listed_plans, plan_lines, telling
 
 _UNTIMED = "nothing is timed here"
@@ -136,6 +137,10 @@ class _ListingBench:
         )
         self.listed[id(spec)] = candidates, examined
         return SimpleNamespace(candidates=candidates)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Nothing is timed."""
+        return nullcontext()
 
     def times_us(self, spec: GraphSpec, plans: Sequence[Any], rounds: int) -> list[float | str]:
         """No times."""

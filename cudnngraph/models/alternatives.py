@@ -21,10 +21,10 @@ from ..cache.distributed import is_distributed
 from ..device.rules import Values, following, noting, others, told
 from ..errors import CannotImport, CudnnGraphError, PlanNotCached
 from ..ir.spec import GraphSpec
-from ..runtime.compile import begin, compile, searched_briefly
+from ..runtime.compile import begin, compile, searched_briefly, searching_together
 from ..runtime.executable import Executable, import_of, note_import
 from ..select.alternatives import budget_s, times_apart
-from ..select.config import MIN_GAIN
+from ..select.config import BEGUN_SHARE, MIN_GAIN
 from .convert import Imported
 from .export import HasGraph
 
@@ -58,6 +58,16 @@ def compiled(
     :func:`~cudnngraph.runtime.compile.compile`. ``meanwhile`` is called while plans are built, if
     other processes build some.
     """
+    with searching_together():
+        return _compiled(again, device, meanwhile, options)
+
+
+def _compiled(
+    again: Again,
+    device: torch.device,
+    meanwhile: Callable[[], object] | None,
+    options: Mapping[str, Any],
+) -> tuple[Imported, Executable[Any] | None, Values]:
     with noting() as asked:
         imported = again()
     if imported.spec is None:
@@ -69,7 +79,8 @@ def compiled(
     values, policy = import_of(executable), executable.policy
     new = executable.tier == "built"  # what is kept without a word of it is not measured again
     if values is None and policy.tune == "autotune" and new and not is_distributed():
-        left_s = budget_s(imported.spec, policy) - (time.perf_counter() - start)
+        most_s = min(budget_s(imported.spec, policy), BEGUN_SHARE * policy.total_s)
+        left_s = most_s - (time.perf_counter() - start)
         found = [one for one in others("import") if one[0] in asked]
         values = _measured(imported.spec, executable, again, found, left_s)
         note_import(executable, values)

@@ -6,7 +6,10 @@ What is the same for two graphs of one key, the program, is kept in memory and s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Protocol
@@ -34,7 +37,8 @@ from ..policy import Policy
 from ..rewrite.passes import legalize
 from ..select import cost, workers
 from ..select.alternatives import by_measurement
-from ..select.decision import Hints, Selection, StepPlan
+from ..select.decision import Decision, Hints, Selection, StepPlan
+from ..select.effort import Effort
 from ..select.guard import Builder, GuardedBench, how
 from ..select.heuristic import Builds, Cut, by_torch, choose, reference_only
 from ..select.kernels import Kernels
@@ -45,7 +49,43 @@ from .first_launch import FirstRun
 from .process import PROCESS, cache_stats
 from .program import Program
 
+_log = logging.getLogger(__name__)
+
 _PROGRAMS_KEPT = 1024
+SEARCH = "the search"  # the subject of the decision that says what it took
+
+
+class _Together:
+    """Searches for one model: the bench that they share, and what they have spent."""
+
+    def __init__(self) -> None:
+        self._benches: dict[tuple[Policy, torch.device], tuple[GuardedBench, RememberedBench]] = {}
+        self.effort = Effort()
+
+    def bench(self, policy: Policy, device: torch.device) -> tuple[GuardedBench, RememberedBench]:
+        """The bench of a GPU, which has what the searches before have built."""
+        if not self._benches:
+            self.effort = Effort()  # the time of the first search begins
+        place = policy, device
+        if place not in self._benches:
+            index = device.index
+            kept = lookup.Rejected(index)
+            bench = GuardedBench(policy, device, kept, partial(lookup.gpu_lock, index), self.effort)
+            self._benches[place] = bench, RememberedBench(bench, Measured(policy, index))
+        return self._benches[place]
+
+
+_together: ContextVar[_Together | None] = ContextVar("together", default=None)
+
+
+@contextmanager
+def searching_together() -> Iterator[None]:
+    """Let the searches within share what they build, and the time of one model."""
+    token = _together.set(_Together())
+    try:
+        yield
+    finally:
+        _together.reset(token)
 
 
 def _torch_allows_tf32(spec: GraphSpec) -> bool:
@@ -172,15 +212,24 @@ def _searched(
     spec: GraphSpec, device: torch.device, policy: Policy, hints: Hints, *, brief: bool = False
 ) -> Selection:
     """The choice by measurement, which goes on with what is known of the steps."""
-    index, kernels = device.index, None
-    if policy.kernels:
-        kernels = Kernels.on(index)
+    kernels = Kernels.on(device.index) if policy.kernels else None
+    together = _together.get() or _Together()
     with progress_bar("tuning", after_s=2.0) as tell:
-        kept = lookup.Rejected(index)
-        bench = GuardedBench(policy, device, kept, partial(lookup.gpu_lock, index))
-        remembered = RememberedBench(bench, Measured(policy, index))
-        floor = cost.measured(remembered, spec).floor_us
-        return by_measurement(spec, policy, remembered, tell, kernels, hints, floor, brief=brief)
+        bench, remembered = together.bench(policy, device)
+        effort = together.effort
+        left_s = max(0.0, policy.total_s - effort.total_s)
+        try:
+            floor = cost.measured(remembered, spec).floor_us
+            found = by_measurement(
+                spec, policy, remembered, tell, kernels, hints, floor, brief=brief, left_s=left_s
+            )
+        finally:
+            bench.rest()
+    _log.info("search of '%s', %d steps: %s", spec.name, len(found.steps), effort)
+    first, *others = found.steps
+    spent = Decision(SEARCH, True, str(effort))
+    first = replace(first, decisions=(*first.decisions, spent))
+    return replace(found, steps=(first, *others))
 
 
 def searched_briefly(

@@ -23,7 +23,7 @@ from ..rewrite.alternatives import of_graph
 from ..rewrite.passes import legalize
 from .autotune import autotune
 from .bench import Bench
-from .config import MIN_GAIN
+from .config import BEGUN_SHARE, MIN_GAIN
 from .cost import Floor, no_floor
 from .decision import INSTEAD_OF_RULES, Decision, Hints, Selection, StepPlan, instead_of_rules
 from .kernels import Kernels
@@ -40,16 +40,22 @@ def by_measurement(
     floor: Floor = no_floor,
     *,
     brief: bool = False,
+    left_s: float = math.inf,
 ) -> Selection:
     """Choose for a graph as it was declared; see :func:`~cudnngraph.select.autotune.autotune`.
 
-    Other forms than that by the thresholds are searched while the budget of the graph lasts.
+    Other forms than that by the thresholds are searched while the budget of the graph lasts, and
+    most of the ``left_s`` seconds that there are for the whole.
     """
-    deadline = time.perf_counter() + budget_s(spec, policy)
+    now = time.perf_counter()
+    ends = now + left_s
+    deadline = now + min(budget_s(spec, policy), BEGUN_SHARE * left_s)
 
     def searched(values: Values, *, brief: bool) -> Selection:
         legal = legalize(spec, policy, values)
-        found = autotune(legal, policy, bench, progress, kernels, hints, floor, brief=brief)
+        found = autotune(
+            legal, policy, bench, progress, kernels, hints, floor, brief=brief, ends=ends
+        )
         return replace(found, instead=values)
 
     best = searched((), brief=brief)

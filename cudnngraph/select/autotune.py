@@ -7,6 +7,7 @@ Where the policy allows no torch steps, only plans of the whole graph are tried
 
 from __future__ import annotations
 
+import math
 import time
 
 from ..backend.plan import Plan
@@ -17,12 +18,14 @@ from ..partition.regions import regions
 from ..policy import Policy
 from ..rewrite.channels_last import channels_last
 from .bench import Bench
+from .config import EXPLORED_SHARE
 from .cost import Floor, no_floor
 from .decision import Hints, Selection, StepPlan
 from .joining import joined
 from .kernels import Kernels
 from .regions import Progress, RegionSearch
-from .search import Part, Search, of_cuts, of_others, step_plan
+from .search import Search, of_others
+from .ways import Part, of_cuts, step_plan
 
 
 def autotune(
@@ -35,16 +38,18 @@ def autotune(
     floor: Floor = no_floor,
     *,
     brief: bool = False,
+    ends: float = math.inf,
 ) -> Selection:
     """Choose for a legalized graph by measuring. ``progress(done, known)`` is told how many plans
     were built. ``hints`` are tried before all others; no step takes less than its ``floor``. A
-    ``brief`` search measures no steps with a large graph around them.
+    ``brief`` search, whose times alone are asked for, builds no plan of a large graph to be kept,
+    and measures no steps with such a graph around them. The search finishes when the time ``ends``.
 
     Raises :class:`NotSupported` when cuDNN refuses and ``policy.fallback`` is "error".
     """
     if policy.fallback == "error":
         kernels = None
-    search = Search(policy, bench, kernels, hints=hints, floor=floor)
+    search = Search(policy, bench, kernels, hints=hints, floor=floor, ends=ends)
     graphs = [CutGraph(spec)]
     if policy.fallback == "error":
         roots = [whole(search, spec)]
@@ -54,12 +59,13 @@ def autotune(
         borders = regions(graphs[0])
         if borders:
             by_region = RegionSearch(
-                graphs[0], borders, policy, bench, kernels, hints, floor, brief=brief
+                graphs[0], borders, policy, bench, kernels, hints, floor, brief=brief, ends=ends
             )
             return by_region.tuned(progress)
         graphs, roots = rooted(search, spec)
         anchors = max(1, sum(map(graphs[0].is_anchor, compute_nodes(spec.nodes))))
-    deadline = time.perf_counter() + policy.budget_s * anchors
+    now = time.perf_counter()
+    deadline = now + min(policy.budget_s * anchors, EXPLORED_SHARE * (ends - now))
     for done, known in search.explore(roots, deadline):
         if progress is not None:
             progress(done, known)
@@ -78,7 +84,7 @@ def autotune(
     if kernels is not None:
         made = {name for step in steps for name in step.spec.tensors}
         graph = next(each for each in graphs if made <= set(each.spec.tensors))
-        steps, built = joined(graph, steps, built, kernels, bench, search.known)
+        steps, built = joined(graph, steps, built, kernels, bench, search.known, ends=ends)
     return Selection.of(spec, steps, built)
 
 
@@ -103,9 +109,9 @@ def whole(search: Search, spec: GraphSpec) -> Part:
 
 def _built(part: Part, search: Search) -> None:
     """Try plans of the whole graph until one builds. :class:`NotSupported` where there is none."""
-    search.open(part)
+    search.open([part])
     while part.step.queue and not part.step.ways:
-        search.advance(part.step)
+        search.advance([part.step])
     if not part.step.ways:
         reasons = dict.fromkeys(decision.reason for decision in part.step.lost)
         raise NotSupported(f"graph '{part.spec.name}'", list(reasons))

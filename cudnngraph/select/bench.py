@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -27,11 +27,19 @@ from .config import (
     SPACER_BYTES,
     TRIALS_KEPT,
 )
+from .effort import COMPARING, GPU, MEASURING, Effort
 from .trial import GraphTrial, StepTrial
 
 
 class Bench(Protocol):
     """Builds, times and checks plans; on a GPU :class:`GpuBench`."""
+
+    @property
+    def effort(self) -> Effort:
+        """What was done, and how long it took."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """A turn at the GPU for all that is timed within; a wait for a worker ends it early."""
 
     def proposals(self, spec: GraphSpec, known: Sequence[Candidate] | None = None) -> Any:
         """cuDNN's candidates with a ``build``, as those of
@@ -40,8 +48,11 @@ class Bench(Protocol):
     def expect(self, specs: Sequence[GraphSpec]) -> None:
         """The proposals of these steps will be asked for soon."""
 
-    def ahead(self, spec: GraphSpec) -> None:
-        """More plans of a step will be asked for: those that can be built elsewhere may be."""
+    def ahead(self, spec: GraphSpec, count: int) -> None:
+        """More plans of a step will be asked for: ``count`` may be built elsewhere before that."""
+
+    def ready(self, spec: GraphSpec, choice: Choice) -> bool:
+        """Whether a candidate that is asked for now needs no wait for a worker."""
 
     def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
         """The generated kernels of steps, or why there is none."""
@@ -64,7 +75,7 @@ class Bench(Protocol):
         """
 
     def close(self) -> None:
-        """No more plans are asked for; those that were to be built ahead are not."""
+        """Few plans are asked for from now on: those that were to be built ahead are not."""
 
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
         """Return what a plan does wrong, or None."""
@@ -83,11 +94,15 @@ class GpuBench:
     take turns at it and only build in parallel.
     """
 
+    _turn: ExitStack | None = None  # within :meth:`alone`: what to let go of
+    _taken = False
+
     def __init__(
         self,
         policy: Policy,
         device: torch.device,
         alone: Callable[[], AbstractContextManager[None]] = nullcontext,
+        effort: Effort | None = None,
     ) -> None:
         self._policy = policy
         self._device = device
@@ -98,6 +113,37 @@ class GpuBench:
         self._chain: tuple[GraphSpec, GraphTrial] | None = (
             None  # the whole graph that was timed last
         )
+        self.effort = effort or Effort()
+        self.effort.let_go = self._let_go
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """See :class:`Bench`."""
+        if self._turn is not None:
+            yield
+            return
+        self._turn = ExitStack()
+        try:
+            yield
+        finally:
+            self._let_go()
+            self._turn = None
+
+    def _let_go(self) -> None:
+        if self._turn is not None:
+            self._turn.close()
+            self._taken = False
+
+    @contextmanager
+    def _measuring(self, kind: str) -> Iterator[None]:
+        """A turn at the GPU, or the one that there is."""
+        with ExitStack() as own:
+            if not self._taken:
+                with self.effort.spent(GPU):
+                    (own if self._turn is None else self._turn).enter_context(self._alone())
+                self._taken = self._turn is not None
+            with self.effort.spent(kind):
+                yield
 
     def proposals(self, spec: GraphSpec, known: Sequence[Candidate] | None = None) -> Any:
         """See :class:`Bench`; what is known is asked for again, to be built in this process."""
@@ -106,8 +152,12 @@ class GpuBench:
     def expect(self, specs: Sequence[GraphSpec]) -> None:
         """See :class:`Bench`."""
 
-    def ahead(self, spec: GraphSpec) -> None:
+    def ahead(self, spec: GraphSpec, count: int) -> None:
         """See :class:`Bench`."""
+
+    def ready(self, spec: GraphSpec, choice: Choice) -> bool:
+        """See :class:`Bench`."""
+        return True
 
     def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
         """See :class:`Bench`."""
@@ -151,8 +201,9 @@ class GpuBench:
 
     def _times_us(self, trial: StepTrial, plans: Sequence[Plan | None], rounds: int) -> list[float]:
         launches = [trial.launch(plan) for plan in plans]
-        with self._alone():
-            return measure(launches, self._stream, rounds=rounds, quick=rounds == QUICK_ROUNDS)
+        quick = rounds == QUICK_ROUNDS
+        with self._measuring(MEASURING if quick else COMPARING):
+            return measure(launches, self._stream, rounds=rounds, quick=quick)
 
     def chain_times_us(
         self,
@@ -166,7 +217,7 @@ class GpuBench:
             if self._chain is None or self._chain[0] is not spec:
                 self._chain = (spec, GraphTrial(spec, self._policy, self._device))
             launches = [self._chain[1].launch(steps) for steps in chains]
-            with self._alone():
+            with self._measuring(COMPARING):
                 if alike:
                     return measure(
                         launches, self._stream, rounds=ALIKE_ROUNDS, drop_over=ALIKE, alike=True
@@ -180,6 +231,12 @@ class GpuBench:
 
     def close(self) -> None:
         """See :class:`Bench`."""
+
+    def rest(self) -> None:
+        """Give the GPU's memory back; a later search goes on with the plans."""
+        self.close()
+        self._trials.clear()
+        self._chain = None
 
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
         """See :class:`Bench`."""

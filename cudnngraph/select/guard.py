@@ -26,14 +26,14 @@ from ..ir.spec import GraphSpec
 from ..policy import Policy
 from . import verification, workers
 from .bench import GpuBench
-from .config import PATIENCE
+from .config import BUILT_TOGETHER
+from .effort import BUILDING, BUILT, CHECKED, RANKING, Effort
 from .processes import Unusable
 from .workers import Answer
 
 _log = logging.getLogger(__name__)
 
-AHEAD = PATIENCE + 1  # candidates of a step that are built before the search asks for them,
-FIRST = 2  # and of a step that may have no more asked for
+FIRST = 1  # candidates of a step that are built before the search asks for any
 
 _in_process = ""  # why no worker can be had, once that has turned out
 
@@ -67,10 +67,20 @@ def _without_workers(error: Unusable) -> None:
         )
 
 
-def _heard(asked: Future[Answer]) -> Answer | None:
+def _heard(
+    asked: Future[Answer], effort: Effort | None = None, kind: str = BUILDING
+) -> Answer | None:
     """What a worker answers; None if there are no workers, or no more."""
     try:
-        return asked.result()
+        if effort is None:
+            return asked.result()
+        if not asked.done():
+            effort.let_go()
+        with effort.spent(kind):
+            answer = asked.result()
+        effort.seconds[BUILT] += answer.built_s
+        effort.seconds[CHECKED] += answer.checked_s
+        return answer
     except Unusable as error:
         _without_workers(error)
         return None
@@ -92,7 +102,9 @@ class Builder:
         device_index: int,
         kept: Kept,
         fastest: Fastest = lambda spec: None,
+        effort: Effort | None = None,
     ) -> None:
+        self._effort = effort
         self._policy = policy
         self._index = device_index
         self._kept = kept
@@ -168,7 +180,7 @@ class Builder:
             if how(self._policy) == "off":
                 return replay(part, choice, self._index)
             isolated = how(self._policy) == "isolated"
-            answer = _heard(asked) if asked is not None and isolated else None
+            answer = _heard(asked, self._effort) if asked is not None and isolated else None
             if answer is not None and answer.refused:
                 return answer.refused[0]
             if answer is None:
@@ -306,7 +318,9 @@ class _Isolated:
         kept: Kept,
         asked: Future[Answer] | None = None,
         known: Sequence[Candidate] | None = None,
+        effort: Effort | None = None,
     ) -> None:
+        self._effort = effort
         self._spec = spec
         self._policy = policy
         self._index = device_index
@@ -320,12 +334,11 @@ class _Isolated:
         self.candidates = known
         self._queue = [each.choice for each in self.candidates if self._why_not(each) is None]
         self._ahead: dict[Choice, Future[Answer]] = {}
-        self._asked = 0  # plans, by the search
-        self._submit(FIRST, urgent=False)
+        self._submit(FIRST)
 
     def _ranked(self, asked: Future[Answer]) -> Sequence[Candidate]:
         """cuDNN's ranking, as a worker has it. Raises :class:`NotSupported`."""
-        answer = _heard(asked)
+        answer = _heard(asked, self._effort, RANKING)
         if answer is None:
             verification.refuse_ranking(self._spec, self._rejected)
             return self._here().candidates
@@ -353,14 +366,23 @@ class _Isolated:
             candidate, self._spec, self._policy, capability, device_index=self._index
         ) or self._rejected.get(candidate.choice)
 
-    def _submit(self, count: int, *, urgent: bool) -> None:
-        """Have the next few built, all of them by one worker, which knows the graph then."""
+    def _submit(self, count: int) -> None:
+        """Have the next few built, some of them by one worker, which knows the graph then."""
         choices, self._queue = self._queue[:count], self._queue[count:]
-        self._ask(choices, urgent=urgent)
+        for at in range(0, len(choices), BUILT_TOGETHER):
+            self._ask(choices[at : at + BUILT_TOGETHER], urgent=False)
 
-    def ahead(self) -> None:
-        """Have more of them built."""
-        self._submit(AHEAD, urgent=False)
+    def ahead(self, count: int) -> None:
+        """Have so many of them built, those that nobody has asked for yet among them."""
+        if len(self._ahead) <= count - min(count, BUILT_TOGETHER):
+            self._submit(count - len(self._ahead))
+
+    def ready(self, choice: Choice) -> bool:
+        """Whether a candidate is built, or nobody has to build it."""
+        future = self._ahead.get(choice)
+        if future is not None:
+            return future.done() and not future.cancelled()
+        return how(self._policy) != "isolated" or choice in self._rejected
 
     def _ask(self, choices: Sequence[Choice], *, urgent: bool) -> None:
         if choices:
@@ -371,10 +393,11 @@ class _Isolated:
             self._ahead.update(zip(choices, futures, strict=True))
 
     def close(self) -> None:
-        """Build nothing ahead any more."""
-        self._queue = []
-        for future in self._ahead.values():
-            future.cancel()
+        """Build nothing ahead for now."""
+        left = [choice for choice, future in self._ahead.items() if future.cancel()]
+        for choice in left:
+            del self._ahead[choice]
+        self._queue = [*left, *self._queue]
 
     def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
         """See :class:`~cudnngraph.backend.candidates.Proposals`."""
@@ -386,13 +409,10 @@ class _Isolated:
         choice = candidate.choice
         if choice in self._queue:
             self._queue.remove(choice)
-        if choice not in self._ahead or self._ahead[choice].cancelled():
-            self._ask([choice], urgent=True)
-        future = self._ahead.pop(choice)
-        self._asked += 1
-        if self._asked > 1 and len(self._ahead) <= 1:
-            self._submit(AHEAD, urgent=True)  # the search is at this step
-        answer = _heard(future)
+        future = self._ahead.get(choice)
+        if future is None or (not future.done() and future.cancel()) or future.cancelled():
+            self._ask([choice], urgent=True)  # before what waits for a worker to be built ahead
+        answer = _heard(self._ahead.pop(choice), self._effort)
         if answer is None:
             return self._build_here(candidate)
         self._kept.add(self._spec, self._policy, {**wrong_of(answer.outcomes), **answer.faults})
@@ -424,8 +444,10 @@ class _Here:
 class GuardedBench(GpuBench):
     """Trials of plans that workers have built and checked."""
 
-    def __init__(self, policy: Policy, device: Any, kept: Kept, alone: Any) -> None:
-        super().__init__(policy, device, alone)
+    def __init__(
+        self, policy: Policy, device: Any, kept: Kept, alone: Any, effort: Effort | None = None
+    ) -> None:
+        super().__init__(policy, device, alone, effort)
         self._kept = kept
         self._passed: dict[tuple[str, Choice], Plan] = {}
         self._isolated: dict[str, _Isolated] = {}
@@ -440,7 +462,8 @@ class GuardedBench(GpuBench):
             verification.refuse_ranking(spec, rejected)
             return _Here(super().proposals(spec), rejected)
         asked = self._ranked.pop(step_digest(spec), None)
-        found = _Isolated(spec, self._policy, self._device.index, self._kept, asked, known)
+        index = self._device.index
+        found = _Isolated(spec, self._policy, index, self._kept, asked, known, self.effort)
         self._isolated[step_digest(spec)] = found
         return found
 
@@ -452,15 +475,21 @@ class GuardedBench(GpuBench):
                 asked = ranking(spec, self._policy, self._device.index, self._kept)
                 self._ranked[digest] = asked
 
-    def ahead(self, spec: GraphSpec) -> None:
+    def ahead(self, spec: GraphSpec, count: int) -> None:
         """See :class:`~cudnngraph.select.bench.Bench`."""
         found = self._isolated.get(step_digest(spec))
         if found is not None:
-            found.ahead()
+            found.ahead(count)
+
+    def ready(self, spec: GraphSpec, choice: Choice) -> bool:
+        """See :class:`~cudnngraph.select.bench.Bench`."""
+        found = self._isolated.get(step_digest(spec))
+        return found is None or found.ready(choice)
 
     def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
         """See :class:`~cudnngraph.select.bench.Bench`; each is checked."""
-        made = Builder(self._policy, self._device.index, self._kept).kernels(parts)
+        index = self._device.index
+        made = Builder(self._policy, index, self._kept, effort=self.effort).kernels(parts)
         for (spec, _), plan in zip(parts, made, strict=True):
             if not isinstance(plan, str):
                 self._passed[step_digest(spec), plan.choice] = plan
@@ -472,7 +501,6 @@ class GuardedBench(GpuBench):
             each.close()
         for asked in self._ranked.values():
             asked.cancel()
-        self._isolated.clear()
         self._ranked.clear()
 
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 
 from ..backend.plan import Choice, Plan
@@ -13,7 +15,7 @@ from .config import FINAL_ROUNDS
 from .decision import Decision, StepPlan
 from .epilogues import behind_product
 from .kernels import Item, Kernels, grown
-from .search import Variant, step_plan
+from .ways import Variant, step_plan
 
 Step = tuple[StepPlan, Plan | None]
 Best = Callable[[GraphSpec], "Variant | None"]
@@ -26,12 +28,16 @@ def joined(
     kernels: Kernels,
     bench: Bench,
     best: Best,
+    *,
+    brief: bool = False,
+    ends: float = math.inf,
 ) -> tuple[list[StepPlan], list[Plan | None]]:
     """The steps and their plans, with a kernel in place of those that it does faster together.
 
     ``steps`` were measured one by one; those of other nodes than the graph's stay as they are.
     ``best`` is the fastest way that was measured of a step. The plan of a product gives up what
-    stands behind it where a kernel of that and of the steps behind is faster.
+    stands behind it where a kernel of that and of the steps behind is faster. A ``brief`` search
+    builds no plan to be kept. Once the time ``ends`` only the kernels by rule are tried.
     """
     nodes = {node.name: node for node in graph.spec.nodes}
     known: dict[Group, Step] = {}
@@ -48,14 +54,26 @@ def joined(
         if mine and step.kind == "cudnn":
             plans.append(items[-1])
     for item in plans:
-        items = _given_up(graph, item, items, known, kernels, bench, best)
+        if time.perf_counter() < ends:
+            items = _given_up(graph, item, items, known, kernels, bench, best, brief=brief)
+    order = grown(graph, items, kernels)
+    wholes = {item.nodes: subgraph_of(graph, item.nodes) for item in order}
+    asked = {
+        nodes: [(spec, choice) for choice in kernels.choices(spec)]
+        for nodes, spec in wholes.items()
+        if nodes not in known
+    }
+    if time.perf_counter() >= ends:  # what rules would take is a contender all the same
+        asked = {nodes: each[:1] for nodes, each in asked.items()}
+    made = iter(bench.kernels([pair for each in asked.values() for pair in each]))
+    plans_of = {nodes: [next(made) for _ in each] for nodes, each in asked.items()}
     chosen: list[Step] = []
-    for item in grown(graph, items, kernels):
+    for item in order:
         if item.nodes in known:
             chosen.append(known[item.nodes])
             continue
         parts = [known[each.nodes] for each in items if each.names <= item.names]
-        one = _faster(subgraph_of(graph, item.nodes), parts, kernels, bench)
+        one = _faster(wholes[item.nodes], parts, plans_of[item.nodes], bench, brief=brief)
         chosen += parts if one is None else [one]
     return [step for step, _ in chosen], [plan for _, plan in chosen]
 
@@ -68,6 +86,8 @@ def _given_up(
     kernels: Kernels,
     bench: Bench,
     best: Best,
+    *,
+    brief: bool,
 ) -> list[Item]:
     """The items, with a bare product in place of one with an epilogue, if a kernel of the epilogue
     and of steps behind it makes up for that; ``known`` has both then."""
@@ -88,10 +108,11 @@ def _given_up(
     mine = [each for each in items if each is item or each.names <= whole.names]
     parts = [known[each.nodes] for each in mine]
     made = subgraph_of(graph, whole.nodes)
-    one = _faster(made, parts, kernels, bench, beside_us=way.time_us)
+    built = bench.kernels([(made, choice) for choice in kernels.choices(made)])
+    one = _faster(made, parts, built, bench, brief=brief, beside_us=way.time_us)
     if one is None or (way.plan is not None and bench.why_wrong(spec, way.plan) is not None):
         return items
-    plan = None if way.choice is None else bench.replay(spec, way.choice)
+    plan = None if way.choice is None or brief else bench.replay(spec, way.choice)
     subject = "torch" if way.choice is None else str(way.choice)
     reason = "the fastest, with the kernel behind it"
     told = Decision(subject, True, reason, way.choice, way.workspace_bytes, way.time_us)
@@ -104,17 +125,16 @@ def _given_up(
 def _faster(
     spec: GraphSpec,
     parts: Sequence[Step],
-    kernels: Kernels,
+    made: Sequence[Plan | str],
     bench: Bench,
     *,
+    brief: bool,
     beside_us: float = 0.0,
 ) -> Step | None:
-    """The fastest kernel for a region, if it takes less time than its parts one by one, with
-    ``beside_us`` of what else is to run then."""
+    """The fastest of the kernels ``made`` for a region, if it takes less time than the parts one by
+    one, with ``beside_us`` of what else is to run then."""
     label = " | ".join(" ".join(node.op for node in compute_nodes(s.spec.nodes)) for s, _ in parts)
     apart = sum(step.time_us or 0.0 for step, _ in parts)
-    choices = kernels.choices(spec)
-    made = bench.kernels([(spec, choice) for choice in choices])
     plans = [plan for plan in made if not isinstance(plan, str)]
     if not plans:
         return None
@@ -124,7 +144,7 @@ def _faster(
         return None
     time_us, best = min(measured)
     ratio = apart / (time_us + beside_us)
-    plan = bench.replay(spec, plans[best].choice)
+    plan = plans[best] if brief else bench.replay(spec, plans[best].choice)
     decisions = [
         Decision(f"steps {label}"[:300], False, f"{ratio:.2f} times the time"),
         Decision(str(plan.choice), True, "the fastest", plan.choice, plan.workspace_bytes, time_us),

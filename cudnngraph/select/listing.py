@@ -17,7 +17,8 @@ from .autotune import rooted, whole
 from .bench import Bench
 from .decision import ALIAS
 from .regions import roots_of
-from .search import Part, Search, StepSearch
+from .search import Search
+from .ways import Part, StepSearch
 
 
 def parts(spec: GraphSpec, policy: Policy, bench: Bench) -> Iterator[Part]:
@@ -37,7 +38,7 @@ def parts(spec: GraphSpec, policy: Policy, bench: Bench) -> Iterator[Part]:
             if id(part.step) in listed or ALIAS in part.step.lost:
                 continue
             listed.add(id(part.step))
-            search.open(part)
+            search.open([part])
             yield part
 
 

@@ -17,22 +17,29 @@ from ..rewrite.annotate import marked, marks
 from ..rewrite.channels_last import with_dense_images
 from .bench import Bench
 from .config import (
+    AT_ONCE,
+    BUILT_TOGETHER,
     CLOSE_RATIO,
+    EXPLORED_SHARE,
     IN_CONTEXT_AT_ONCE,
     IN_CONTEXT_BUDGETS,
     IN_CONTEXT_GAIN,
     IN_CONTEXT_LARGE_SHARE,
+    IN_CONTEXT_LEFT,
     IN_CONTEXT_RATIO,
     IN_CONTEXT_SHARE,
     IN_CONTEXT_VARIANTS,
+    KERNELS_OF,
     LEFT_SHARE,
+    REGIONS_AHEAD,
     UNCOMPARED_SHARE,
 )
 from .cost import Floor, no_floor
 from .decision import ALIAS, Decision, Hints, Selection, StepPlan
 from .joining import joined
 from .kernels import Kernels
-from .search import Contender, Part, Search, StepSearch, Variant, of_cuts, of_others, step_plan
+from .search import Search, of_others
+from .ways import Contender, Part, StepSearch, Variant, of_cuts, step_plan
 
 Progress = Callable[[int, int], None]
 
@@ -71,6 +78,7 @@ class _Begun:
     roots: Sequence[Part]
     anchors: int
     count: int = 0
+    next: StepSearch | None = None  # whose plan is tried next, once that is known
 
     def us(self) -> float:
         """The time of all these regions, as far as it is known."""
@@ -80,6 +88,12 @@ class _Begun:
     def gain_us(self, *, doubt: bool = False) -> float:
         """How much faster the graph may be by these regions."""
         return self.count * self.search.gain_us(self.roots, doubt=doubt)
+
+    def promising(self) -> StepSearch | None:
+        """The step whose next plan is worth most, or None."""
+        if self.next is None or not (self.next.queue or self.next.kernels):
+            self.next = self.search.most_promising(self.roots)
+        return self.next
 
 
 def _worth_comparing(begun: Iterable[_Begun]) -> set[int]:
@@ -170,7 +184,9 @@ class RegionSearch:
         floor: Floor = no_floor,
         *,
         brief: bool = False,
+        ends: float = math.inf,
     ) -> None:
+        self._ends = ends
         self._hints = hints
         self._floor = floor
         self._brief = brief
@@ -195,6 +211,7 @@ class RegionSearch:
         for told in self._explored(list(begun.values())):
             if progress is not None:
                 progress(*told)
+        self._bench.close()  # what is built ahead by now is not worth the wait
         found: dict[str, _Region] = {}
         compared = _worth_comparing(begun.values())
         places: list[_PlacedStep] = []
@@ -224,13 +241,22 @@ class RegionSearch:
         built = [self._plan(place) for place in places]
         if self._kernels is not None:
             best = Search(self._policy, self._bench, None, self._steps).known
-            steps, built = joined(self._graph, steps, built, self._kernels, self._bench, best)
+            bench, ends = self._bench, self._ends
+            steps, built = joined(
+                self._graph, steps, built, self._kernels, bench, best, brief=self._brief, ends=ends
+            )
         return Selection(tuple(steps), tuple(built), dense=dense)
 
     def _begun(self, spec: GraphSpec, group: Group) -> _Begun:
         """The search of a region and its roots, none of them opened yet."""
         search = Search(
-            self._policy, self._bench, self._kernels, self._steps, self._hints, self._floor
+            self._policy,
+            self._bench,
+            self._kernels,
+            self._steps,
+            self._hints,
+            self._floor,
+            self._ends,
         )
         roots = roots_of(search, self._graph, spec, group)
         anchors = max(1, sum(map(self._graph.is_anchor, group)))
@@ -240,14 +266,12 @@ class RegionSearch:
         """Search all regions, that first in which the graph may gain most, until it may gain
         little; yields (done, known)."""
         budget_s = self._policy.budget_s * sum(each.anchors for each in begun)
-        deadline = time.perf_counter() + budget_s
+        now = time.perf_counter()
+        deadline = now + min(budget_s, EXPLORED_SHARE * (self._ends - now))
         known = {id(each): each for each in begun}
-        yield from self._started(begun, [root for each in begun for root in each.roots])
+        roots = [root for each in begun for root in each.roots]
+        yield from self._started(begun, roots, deadline)
         gains = {id(each): each.gain_us() for each in begun}
-        for each in sorted(begun, key=lambda each: -gains[id(each)]):
-            step = each.search.most_promising(each.roots)
-            if step is not None:
-                self._bench.ahead(step.spec)
         times = {id(each): each.us() for each in begun}
         while (late := time.perf_counter() >= deadline) is False:
             if sum(gains.values()) <= LEFT_SHARE * sum(times.values()):
@@ -258,31 +282,71 @@ class RegionSearch:
                     doubted = _doubted(begun)
                     if not doubted:
                         break
-                    yield from self._started(begun, [])
+                    again = [part for each in begun for part in each.search.unstarted(each.roots)]
+                    yield from self._started(begun, again, deadline)
                     gains.update((id(each), each.gain_us()) for each in doubted)
                     continue
-            chosen = known[max(gains, key=lambda key: gains[key])]
-            step = chosen.search.most_promising(chosen.roots)
-            if step is None:  # nothing by itself
-                gains[id(chosen)] = 0.0
-                continue
-            chosen.search.advance(step)
-            gains[id(chosen)], times[id(chosen)] = chosen.gain_us(), chosen.us()
-            yield chosen.search.progress()
+            some = [known[key] for key, gain in gains.items() if gain > 0]
+            chosen = self._of_most_worth(some, gains, LEFT_SHARE * sum(times.values()))
+            for each, _ in chosen:
+                gains[id(each)], times[id(each)] = each.gain_us(), each.us()
+            if chosen:
+                yield chosen[0][0].search.progress()
         for each in begun:
             each.search.stop(each.roots, late=late)
 
-    def _started(self, begun: Sequence[_Begun], parts: list[Part]) -> Iterator[tuple[int, int]]:
-        """Start parts, then all that may be steps of the fastest way; yields (done, known).
+    def _of_most_worth(
+        self, begun: Sequence[_Begun], gains: dict[int, float], enough_us: float
+    ) -> list[tuple[_Begun, StepSearch]]:
+        """Try a plan of the regions in which the graph may gain most, of which some are built while
+        others are timed; return these regions and steps. Those that could gain ``enough_us``
+        together at most are left alone."""
+        worth: dict[int, tuple[_Begun, StepSearch]] = {}
+        left_us = sum(gains.values())
+        for each in sorted(begun, key=lambda each: -gains[id(each)]):
+            if left_us <= enough_us or len(worth) == REGIONS_AHEAD:
+                break  # the others need not be tried at all, as it seems now
+            left_us -= gains[id(each)]
+            step = each.promising()
+            if step is None:  # nothing by itself
+                gains[id(each)] = 0.0
+            else:
+                worth.setdefault(id(step), (each, step))
+        wanted = list(worth.values())
+        for _, step in wanted:
+            self._bench.ahead(step.spec, BUILT_TOGETHER + 1)
+        if wanted and wanted[0][1].kernels:
+            tried = [each for each in wanted if each[1].kernels][:KERNELS_OF]
+        else:
+            there = [each for each in wanted if each[0].search.ready(each[1])]
+            tried = there[:AT_ONCE] or wanted[:1]
+        if tried:
+            tried[0][0].search.advance([step for _, step in tried])
+        for each, _ in tried:
+            each.next = None
+        return tried
+
+    def _started(
+        self, begun: Sequence[_Begun], parts: list[Part], deadline: float
+    ) -> Iterator[tuple[int, int]]:
+        """Start parts, then all that may be steps of the fastest way, those first in whose regions
+        the graph may gain most; yields (done, known). Once it is late only what is owed is started.
 
         What is asked for and built elsewhere is that of all regions at a time.
         """
-        while True:
-            yield from begun[0].search.start(parts)
-            hopeful = (part for each in begun for part in each.search.hopeful(each.roots))
-            parts = [part for part in hopeful if not part.step.started]
-            if not parts:
-                return
+        owed = True
+        while parts:
+            for told in begun[0].search.start(parts):
+                yield told
+                if not owed and time.perf_counter() >= deadline:
+                    break
+            owed = time.perf_counter() >= deadline
+            by_gain = sorted(begun, key=lambda each: -each.gain_us())
+            parts = [
+                part
+                for each in by_gain
+                for part in (each.search.owed if owed else each.search.unstarted)(each.roots)
+            ]
 
     def _settled(self, begun: _Begun, *, compare: bool) -> _Region:
         spec = begun.spec
@@ -314,8 +378,9 @@ class RegionSearch:
         ]
 
     def _plan(self, place: _PlacedStep) -> Plan | None:
-        """The plan of a step, replayed once for all steps that are equal."""
-        if place.way.choice is None:
+        """The plan of a step, replayed once for all steps that are equal; none for a search whose
+        times alone are asked for."""
+        if place.way.choice is None or self._brief:
             return None
         key = (id(place.part.step), id(place.way))
         if key not in self._replayed:
@@ -324,7 +389,9 @@ class RegionSearch:
 
     def _compare_in_place(self, places: Sequence[_PlacedStep]) -> None:
         """Give each step that matters the plan that makes the whole graph fastest."""
-        deadline = time.perf_counter() + IN_CONTEXT_BUDGETS * self._policy.budget_s
+        now = time.perf_counter()
+        budget_s = IN_CONTEXT_BUDGETS * self._policy.budget_s
+        deadline = now + min(budget_s, IN_CONTEXT_LEFT * (self._ends - now))
         for group, alone in _close_in_place(places):
             if time.perf_counter() > deadline:
                 return

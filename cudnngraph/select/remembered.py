@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 from ..backend.candidates import UNRANKED, Candidate, Outcome
@@ -19,6 +20,7 @@ from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
 from .bench import Bench
 from .config import FINAL_ROUNDS, TIE_RATIO
+from .effort import Effort
 
 Row = Mapping[str, Any]
 RANKING = "ranking"  # what a row of cuDNN's candidates says that it is
@@ -245,10 +247,23 @@ class RememberedBench:
             [spec for spec, step in steps if step.candidates is None and step.inner is None]
         )
 
-    def ahead(self, spec: GraphSpec) -> None:
+    def ahead(self, spec: GraphSpec, count: int) -> None:
         """See :class:`~cudnngraph.select.bench.Bench`; of steps that nothing was known of."""
         if self._step(spec).inner is not None:
-            self._bench.ahead(spec)
+            self._bench.ahead(spec, count)
+
+    def ready(self, spec: GraphSpec, choice: Choice) -> bool:
+        """See :class:`~cudnngraph.select.bench.Bench`; what was built before is there."""
+        return choice in self._step(spec).workspaces or self._bench.ready(spec, choice)
+
+    @property
+    def effort(self) -> Effort:
+        """See :class:`~cudnngraph.select.bench.Bench`."""
+        return self._bench.effort
+
+    def alone(self) -> AbstractContextManager[None]:
+        """See :class:`~cudnngraph.select.bench.Bench`."""
+        return self._bench.alone()
 
     # -- times -------------------------------------------------------------------------------------
 

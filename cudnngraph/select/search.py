@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from ..backend.candidates import UNRANKED, Candidate
 from ..backend.plan import KERNEL, Choice, Plan
@@ -34,6 +33,8 @@ from ..rewrite.alternatives import of_step
 from ..rewrite.annotate import marks
 from .bench import Bench
 from .config import (
+    AT_ONCE,
+    BUILT_AHEAD,
     CLOSE_RATIO,
     FINAL_ROUNDS,
     FINAL_VARIANTS,
@@ -46,135 +47,11 @@ from .config import (
     TIE_RATIO,
 )
 from .cost import Floor, no_floor
-from .decision import ALIAS, Decision, Hints, StepPlan, instead_of_rules
+from .decision import ALIAS, Decision, Hints
 from .dropout_probe import has_seeded_dropout
 from .kernels import Kernels
-from .rules import why_never_one
-
-
-@dataclass
-class Variant:
-    """One way to run a step: a built plan, or torch for ``plan`` None."""
-
-    rank: int
-    plan: Plan | None
-    choice: Choice | None
-    workspace_bytes: int
-    time_us: float
-    final: bool = False  # measured again beside the fastest others, which alone compares them
-    right: bool = False  # its plan has passed its check, in this search or before
-
-
-@dataclass
-class StepSearch:
-    """The trials of one step; parts that are equal but for names share it."""
-
-    spec: GraphSpec
-    hints: Mapping[Choice, str] = field(default_factory=dict)  # tried before all others
-    queue: list[Candidate] = field(default_factory=list)
-    proposals: Any = None
-    ways: list[Variant] = field(default_factory=list)
-    lost: list[Decision] = field(default_factory=list)
-    opened: bool = False  # asked for what can run it
-    started: bool = False  # its first plan was tried
-    floor_us: float = 0.0  # no way to run it takes less
-    kernels: list[Choice] | None = None  # generated ones left to try, None before they are known
-    built: int = 0
-    in_vain: int = 0
-    compared: bool = False  # its fastest ways, side by side
-
-    def add(self, way: Variant) -> None:
-        """One more way; whatever was compared was not compared with it."""
-        self.ways.append(way)
-        self.compared = False
-        for each in self.ways:
-            each.final = False
-
-    def plans(self) -> list[Variant]:
-        """The ways by plans of cuDNN's list, in the order of their trials."""
-        own = (way for way in self.ways if way.choice is not None and way.choice.engine != KERNEL)
-        return sorted(own, key=lambda way: way.rank)
-
-    def unfounded(self) -> bool:
-        """Whether plans are left to try, and none that was tried is known to be right."""
-        return bool(self.queue) and not any(way.right for way in self.plans())
-
-    def best(self) -> Variant | None:
-        """The fastest way, or one that is nearly as fast and needs less workspace."""
-        ways = [way for way in self.ways if way.final] or self.ways
-        if not ways:
-            return None
-        least = min(way.time_us for way in ways)
-        near = [way for way in ways if way.time_us <= TIE_RATIO * least]
-        return min(near, key=lambda way: (way.workspace_bytes, way.time_us, way.rank))
-
-
-@dataclass
-class Part:
-    """A group of nodes, the step that it makes up, and its cuts.
-
-    A cut into one part is the same step as another threshold has it, which only ``by`` runs.
-    """
-
-    spec: GraphSpec
-    step: StepSearch
-    cuts: tuple[tuple[Part, ...], ...] = ()
-    size: int = 1
-    by: Stage = ""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A way to run a part: its total time, and the steps in order."""
-
-    time_us: float
-    steps: tuple[tuple[Part, Variant], ...]
-
-
-@dataclass
-class Contender:
-    """A way to cut the whole graph, with the fastest ways to run its parts."""
-
-    label: str
-    runs: Schedule
-    time_us: float = math.nan
-
-    def __post_init__(self) -> None:
-        self.time_us = self.runs.time_us
-
-    @property
-    def workspace_bytes(self) -> int:
-        return max(way.workspace_bytes for _, way in self.runs.steps)
-
-
-def measured(time_us: float) -> float | None:
-    """A time as it is recorded: None where nothing could be measured."""
-    return time_us if math.isfinite(time_us) else None
-
-
-def step_plan(
-    spec: GraphSpec, way: Variant, plan: Plan | None, decisions: tuple[Decision, ...]
-) -> StepPlan:
-    """A step of the choice, by the way that it is to run and that way's plan."""
-    values = marks(spec)
-    if values:
-        decisions = (instead_of_rules(values), *decisions)
-    verified = None if plan is None else plan.verified
-    time_us = measured(way.time_us)
-    return StepPlan(spec, way.choice, way.workspace_bytes, decisions, time_us, verified)
-
-
-def _decided(way: Variant, reason: str, *, accepted: bool = False) -> Decision:
-    subject = "torch" if way.choice is None else str(way.choice)
-    need, time_us = way.workspace_bytes, measured(way.time_us)
-    return Decision(subject, accepted, reason, way.choice, need, time_us)
-
-
-def _joined(parts: Sequence[Schedule]) -> Schedule:
-    """The parts one after the other."""
-    return Schedule(
-        sum(each.time_us for each in parts), tuple(step for each in parts for step in each.steps)
-    )
+from .rules import why_never_one, why_split
+from .ways import Contender, Part, Schedule, StepSearch, Variant, decided, in_turn
 
 
 def _hinted_first(candidates: Sequence[Candidate], hints: Mapping[Choice, str]) -> list[Candidate]:
@@ -196,7 +73,9 @@ class Search:
         steps: dict[str, StepSearch] | None = None,
         hints: Hints | None = None,
         floor: Floor = no_floor,
+        ends: float = math.inf,
     ) -> None:
+        self._ends = ends
         self._hints = hints or {}
         self._floor = floor
         self._policy = policy
@@ -256,7 +135,7 @@ class Search:
             below = [self.best(group, known) for group in groups]
             whole = [each for each in below if each is not None]
             if len(whole) == len(below):
-                options.append(_joined(whole))
+                options.append(in_turn(whole))
         # The first of equals: one plan before a cut, a coarse cut before a fine one.
         known[id(part)] = min(options, key=lambda each: each.time_us) if options else None
         return known[id(part)]
@@ -277,11 +156,19 @@ class Search:
         }
         self._bench.expect(list(steps.values()))
 
-    def open(self, part: Part) -> None:
-        """Ask cuDNN for the candidates of a part, and time torch where it is a single op."""
+    def open(self, parts: Sequence[Part]) -> None:
+        """Ask cuDNN for the candidates of parts, and time torch where they are single ops."""
+        asked = [part for part in parts if self._asked(part)]
+        for at in range(0, len(asked), AT_ONCE):
+            with self._bench.alone():
+                for part in asked[at : at + AT_ONCE]:
+                    self._time_torch(part)
+
+    def _asked(self, part: Part) -> bool:
+        """Ask cuDNN for the candidates of a part, unless it was asked before."""
         step = part.step
         if step.opened or step.ways:
-            return
+            return False
         step.opened = True
         subject = f"'{step.spec.name}' as one plan"
         why = self._why_never(part)
@@ -295,6 +182,10 @@ class Search:
                 step.lost += [Decision(subject, False, reason) for reason in refusal.reasons]
         else:
             step.lost.append(Decision(subject, False, why))
+        return True
+
+    def _time_torch(self, part: Part) -> None:
+        step = part.step
         if part.by != "cudnn" and (part.size == 1 or runs_whole(step.spec)):
             (time_us,) = self._bench.times_us(step.spec, [None], QUICK_ROUNDS)
             time_us = math.inf if isinstance(time_us, str) else time_us
@@ -320,50 +211,81 @@ class Search:
     def _try(self, asked: Sequence[tuple[StepSearch, Choice]]) -> None:
         """Build, check and time generated kernels, several at a time."""
         built = self._bench.kernels([(step.spec, choice) for step, choice in asked])
-        for (step, choice), plan in zip(asked, built, strict=True):
-            took: float | str = plan if isinstance(plan, str) else 0.0
-            if not isinstance(plan, str):
-                (took,) = self._bench.times_us(step.spec, [plan], QUICK_ROUNDS)
-            if isinstance(plan, str) or isinstance(took, str):
-                step.lost.append(Decision(str(choice), False, str(took), choice))
-            else:
-                step.add(Variant(0, plan, choice, plan.workspace_bytes, took))
+        made = list(zip(asked, built, strict=True))
+        for at in range(0, len(made), AT_ONCE):
+            with self._bench.alone():
+                for (step, choice), plan in made[at : at + AT_ONCE]:
+                    self._try_kernel(step, choice, plan)
 
-    def advance(self, step: StepSearch, *, first: bool = False) -> bool:
-        """Build and time the next candidate of cuDNN's, or all schedules of the generated kernel
-        but for the ``first`` time; False when there is none left to try."""
-        if step.kernels and not first:
-            asked, step.kernels = step.kernels, []
-            self._try([(step, choice) for choice in asked])
-            return True
+    def _try_kernel(self, step: StepSearch, choice: Choice, plan: Plan | str) -> None:
+        took: float | str = plan if isinstance(plan, str) else 0.0
+        if not isinstance(plan, str):
+            (took,) = self._bench.times_us(step.spec, [plan], QUICK_ROUNDS)
+        if isinstance(plan, str) or isinstance(took, str):
+            step.lost.append(Decision(str(choice), False, str(took), choice))
+        else:
+            self._count("kernels measured")
+            step.add(Variant(0, plan, choice, plan.workspace_bytes, took))
+
+    def advance(self, steps: Sequence[StepSearch], *, first: bool = False) -> None:
+        """Build and time the next candidate of cuDNN's of each step, or but for the ``first`` time
+        all schedules of its generated kernel."""
+        asked: list[tuple[StepSearch, Choice]] = []
+        left: list[StepSearch] = []
+        for step in steps:
+            if step.kernels and not first:
+                asked += [(step, choice) for choice in step.kernels]
+                step.kernels = []
+            else:
+                left.append(step)
+        if asked:
+            self._try(asked)
+        while left:
+            built = [(step, plan) for step in left if (plan := self._next(step)) is not None]
+            with self._bench.alone():
+                left = [step for step, plan in built if not self._timed(step, plan)]
+        for step in steps:
+            self._bench.effort.tell(step.told)
+
+    def _next(self, step: StepSearch) -> Plan | None:
+        """The next of a step's plans that builds; None when there is none left to try."""
         while step.queue:
             if step.built >= self._policy.max_candidates:
                 reason = f"not tried: max_candidates={self._policy.max_candidates} were built"
                 self.give_up(step, reason)
-                return False
+                return None
             if step.in_vain >= PATIENCE:
                 self.give_up(step, f"not tried: the {PATIENCE} before it were no faster")
-                return False
+                return None
             candidate = step.queue.pop(0)
             outcome, plan = step.proposals.build(candidate)
+            self._count("plans refused" if plan is None else "plans built")
+            if plan is not None:
+                step.built += 1
+                return plan  # type: ignore[no-any-return]
             choice, need = candidate.choice, outcome.workspace_bytes
-            if plan is None:
-                step.lost.append(Decision(str(choice), False, outcome.reason, choice, need))
-                continue
-            step.built += 1
-            (time_us,) = self._bench.times_us(step.spec, [plan], QUICK_ROUNDS)
-            if isinstance(time_us, str):
-                step.lost.append(Decision(str(choice), False, time_us, choice, need))
-                continue
-            least = min(
-                (way.time_us for way in step.ways if way.plan is not None), default=math.inf
-            )
-            step.in_vain = 0 if time_us < MIN_GAIN * least else step.in_vain + 1
-            right = self._bench.passed(step.spec, plan)
-            way = Variant(step.built, plan, choice, plan.workspace_bytes, time_us, right=right)
-            step.add(way)
-            return True
-        return False
+            step.lost.append(Decision(str(choice), False, outcome.reason, choice, need))
+        return None
+
+    def _count(self, what: str) -> None:
+        self._bench.effort.counts[what] += 1
+
+    def _timed(self, step: StepSearch, plan: Plan) -> bool:
+        """Time a plan; whether it is a way to run the step."""
+        (time_us,) = self._bench.times_us(step.spec, [plan], QUICK_ROUNDS)
+        choice, need = plan.choice, plan.workspace_bytes
+        if isinstance(time_us, str):
+            step.lost.append(Decision(str(choice), False, time_us, choice, need))
+            return False
+        least = min((way.time_us for way in step.ways if way.plan is not None), default=math.inf)
+        step.in_vain = 0 if time_us < MIN_GAIN * least else step.in_vain + 1
+        right = self._bench.passed(step.spec, plan)
+        step.add(Variant(step.built, plan, choice, need, time_us, right=right))
+        return True
+
+    def ready(self, step: StepSearch) -> bool:
+        """Whether the next plan of a step is there, without a wait."""
+        return bool(step.queue) and self._bench.ready(step.spec, step.queue[0].choice)
 
     def give_up(self, step: StepSearch, reason: str) -> None:
         """Leave the remaining candidates of a step alone."""
@@ -372,35 +294,61 @@ class Search:
         step.queue, step.kernels = [], step.kernels and []
 
     def start(self, parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
-        """Try the first plan of each part, and its kernel by rule; yields (done, known)."""
+        """Try the first plan of each part, and its kernel by rule; yields (done, known).
+
+        Plans are timed as they come: of several parts at a time, the next built meanwhile.
+        """
         fresh = [part for part in parts if not part.step.started]
         self.expect(fresh)
-        for part in fresh:  # all of them first: what builds elsewhere has begun then
-            self.open(part)
+        self.open(fresh)  # all of them first: what builds elsewhere has begun then
         self.try_kernels(fresh)
-        for part in fresh:
-            if not part.step.started:
-                part.step.started = True
-                self.advance(part.step, first=True)
-                yield self.progress()
+        left = list({id(part.step): part.step for part in fresh}.values())
+        while left:
+            now = [step for step in left if not step.queue or self.ready(step)][:AT_ONCE]
+            now = now or left[:1]
+            for step in now:
+                step.started = True
+            self.advance(now, first=True)
+            left = [step for step in left if not step.started]
+            yield self.progress()
 
     def widen(self, roots: Sequence[Part]) -> Iterator[tuple[int, int]]:
         """Start every part that may be a step of the fastest way, as far as that is known."""
-        while parts := [part for part in self.hopeful(roots) if not part.step.started]:
+        while True:
+            late = self._late or self.over()
+            parts = self.owed(roots) if late else self.unstarted(roots)
+            if not parts:
+                return
             yield from self.start(parts)
+
+    def unstarted(self, roots: Sequence[Part]) -> list[Part]:
+        """The parts of which nothing was tried, and that may be steps of the fastest way."""
+        return [part for part in self.hopeful(roots) if not part.step.started]
+
+    def owed(self, roots: Sequence[Part]) -> list[Part]:
+        """The parts that are started however late it is: those of a graph that nothing runs yet,
+        and those that a choice by rules would take."""
+        if not math.isfinite(self.us(roots)):
+            return self.unstarted(roots)
+        by_rules = (part for root in roots for part in by_rule(root))
+        return [part for part in by_rules if not part.step.started]
+
+    def over(self) -> bool:
+        """Whether all the time is spent that the whole may take."""
+        return time.perf_counter() >= self._ends
 
     def explore(self, roots: Sequence[Part], deadline: float) -> Iterator[tuple[int, int]]:
         """Try plans until little can be gained or the time is up; yields (done, known)."""
         self.expect(self.order)
-        for part in self.order:
-            self.open(part)
+        self.open(self.order)
         yield from self.start(roots)
         yield from self.widen(roots)
         while time.perf_counter() < deadline:
             gain = self.gain_us(roots) > LEFT_SHARE * self.us(roots)
             chosen = self.most_promising(roots) if gain else None
             if chosen is not None:
-                self.advance(chosen)
+                self._bench.ahead(chosen.spec, BUILT_AHEAD)
+                self.advance([chosen])
             elif self.doubt(roots):
                 yield from self.widen(roots)
             else:
@@ -412,7 +360,9 @@ class Search:
         """Note why no more plans are tried."""
         self._late = late
         self._why_left = f"not tried: the graph could gain under {LEFT_SHARE:.0%} of its time"
-        if late:
+        if late and self.over():
+            self._why_left = f"not tried: the {self._policy.total_s:g} s for the whole were spent"
+        elif late:
             self._why_left = f"not tried: the budget of {self._policy.budget_s:g} s was spent"
         elif self.gain_us(roots) > LEFT_SHARE * self.us(roots):
             self._why_left = (
@@ -494,7 +444,7 @@ class Search:
                 return False
             first = next(iter(step.plans()), None)
             if first is None:
-                self.advance(step)
+                self.advance([step])
                 return True
             if not self.check(step, first, set()):
                 return True
@@ -564,7 +514,7 @@ class Search:
                         + "".join(f" {name}={value}" for name, value in marks(group.spec))
                         for group in groups
                     )
-                    found.append(Contender(f"steps {label}"[:300] + copies, _joined(whole)))
+                    found.append(Contender(f"steps {label}"[:300] + copies, in_turn(whole)))
         return found
 
     def settle(
@@ -590,12 +540,12 @@ class Search:
             close = [rival for rival in rivals if rival.time_us <= CLOSE_RATIO * least]
             steps = {id(part.step): part.step for each in close for part, _ in each.runs.steps}
             fresh = [step for step in steps.values() if not step.compared]
-            if fresh and compare:
+            if fresh and compare and not self.over():
                 for step in fresh:
                     self._compare(step)
                     step.compared = True
                 continue
-            if len(close) > 1 and compare:
+            if len(close) > 1 and compare and not self.over():
                 chains = [
                     [(part.spec, way.plan) for part, way in rival.runs.steps] for rival in close
                 ]
@@ -620,9 +570,9 @@ class Search:
             way.right = True
             return True
         step.ways.remove(way)
-        step.lost.append(_decided(way, why))
+        step.lost.append(decided(way, why))
         while step.queue and all(each.plan is None for each in step.ways):
-            self.advance(step)  # the rest of the list is better than no plan
+            self.advance([step])  # the rest of the list is better than no plan
         return False
 
     def _compare(self, step: StepSearch) -> None:
@@ -661,26 +611,13 @@ class Search:
                 reason = f"over {FINALIST_RATIO:g} times the fastest when first measured"
             if way.choice is not None and way.choice in step.hints:
                 reason += f"; tried first, taken from {step.hints[way.choice]}"
-            made.append(_decided(way, reason, accepted=way is taken))
+            made.append(decided(way, reason, accepted=way is taken))
         return (*made, *step.lost)
 
 
-def of_cuts(winner: Contender, rivals: Sequence[Contender]) -> list[Decision]:
-    """The ways to cut the graph that were compared, and what each took."""
-    if len(rivals) < 2:
-        return []
-    made = []
-    for rival in rivals:
-        taken = rival is winner
-        ratio = rival.time_us / winner.time_us if winner.time_us else math.inf
-        reason = "as fast, with no less workspace"
-        if taken:
-            reason = "the fastest way to cut it"
-        elif ratio > TIE_RATIO:
-            reason = f"{ratio:.2f} times the time"
-        need, time_us = rival.workspace_bytes, measured(rival.time_us)
-        made.append(Decision(rival.label, taken, reason, None, need, time_us))
-    return made
+def by_rule(root: Part) -> Sequence[Part]:
+    """The parts that rules run in place of one plan; none where they take the plan."""
+    return root.cuts[0] if root.cuts and why_split(root.spec) is not None else ()
 
 
 def of_others(search: Search, winner: Schedule) -> tuple[Decision, ...]:

@@ -9,6 +9,7 @@ cause.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ class Checks:
         self._tell = tell
         self._gate = gate or Gate(None)
         self.candidates = self._proposals.candidates
+        self.built_s = self.checked_s = 0.0  # spent so far
 
     def _trial(self) -> StepTrial:
         """The random data, made for the first check."""
@@ -101,10 +103,14 @@ class Checks:
         if why is not None:
             return Outcome(candidate, False, why), None, None
         self._tell(candidate.choice)
+        start = time.perf_counter()
         outcome, plan = self._proposals.build(candidate, launch=False)
+        built = time.perf_counter()
+        self.built_s += built - start
         if plan is None:
             return outcome, None, None
         why, error = checked(self._trial, plan, self._gate)
+        self.checked_s += time.perf_counter() - built
         if why is not None:
             return Outcome(candidate, False, why, outcome.workspace_bytes, wrong=True), None, None
         return outcome, plan, error

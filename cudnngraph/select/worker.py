@@ -116,10 +116,13 @@ class Worker:
             return {"candidates": [from_candidate(each) for each in checks.candidates]}
         checks.take(rejected, gate)
         for number, choice in enumerate(choices):
+            built_s, checked_s = checks.built_s, checks.checked_s
             try:
                 made = _found(checks.of(choice))
             except NotSupported as refusal:
                 made = {"refused": list(refusal.reasons)}
+            made["built_s"] = checks.built_s - built_s
+            made["checked_s"] = checks.checked_s - checked_s
             self._say({**made, "id": task["id"], "number": number})
         return {}
 

@@ -33,7 +33,7 @@ from .worker import from_choice, to_candidate, to_choice
 _log = logging.getLogger(__name__)
 
 IDLE_S = 20.0
-MOST = 8  # processes on one GPU
+MOST = 12  # processes on one GPU
 EARLY = 2  # of them, if they are started before there are tasks
 LOST = "the process that tried it"
 
@@ -47,6 +47,7 @@ class Answer:
 
     ``refused`` says why there are no candidates. ``faults`` are choices that ended a process or
     hung, with how. ``candidates`` are those that a worker was asked to rank.
+    ``built_s`` and ``checked_s`` are the seconds that a worker took.
     """
 
     refused: tuple[str, ...] = ()
@@ -56,6 +57,8 @@ class Answer:
     error: float | None = None
     wrong: str | None = None
     faults: Mapping[Choice, str] = field(default_factory=dict)
+    built_s: float = 0.0
+    checked_s: float = 0.0
 
 
 @dataclass
@@ -350,6 +353,8 @@ def _answer(message: Mapping[str, Any], faults: Mapping[Choice, str]) -> Answer:
         error=message.get("error"),
         wrong=message.get("wrong"),
         faults=dict(faults),
+        built_s=float(message.get("built_s", 0.0)),
+        checked_s=float(message.get("checked_s", 0.0)),
     )
 
 

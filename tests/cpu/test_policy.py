@@ -40,6 +40,7 @@ def test_the_defaults_ask_for_nothing_special() -> None:
         "verify": None,
         "max_candidates": 12,
         "budget_s": 8.0,
+        "total_s": 45.0,
     }
 
 
@@ -82,6 +83,8 @@ def test_another_tune_is_refused(tune: object) -> None:
         ("budget_s", float("inf"), "budget_s=inf; expected seconds >= 0"),
         ("budget_s", False, "budget_s=False; expected seconds >= 0"),
         ("budget_s", "8", "budget_s='8'; expected seconds >= 0"),
+        ("total_s", -1, "total_s=-1; expected seconds >= 0"),
+        ("total_s", None, "total_s=None; expected seconds >= 0"),
         ("exclude_engines", "eng8", "exclude_engines='eng8'; expected names like ('eng8',)"),
         ("exclude_engines", (8,), "exclude_engines=(8,); expected names like ('eng8',)"),
         ("exclude_engines", ("",), "exclude_engines=('',); expected names like ('eng8',)"),
@@ -96,7 +99,9 @@ def test_a_search_without_sense_is_refused(field: str, value: object, said: str)
     assert str(caught.value) == said
 
 
-@pytest.mark.parametrize("value", [{"max_candidates": 1}, {"budget_s": 0}, {"budget_s": 2.5}])
+@pytest.mark.parametrize(
+    "value", [{"max_candidates": 1}, {"total_s": 2.5}, {"budget_s": 0}, {"budget_s": 2.5}]
+)
 def test_the_least_search_is_allowed(value: dict[str, float]) -> None:
     policy = cg.Policy(**value)  # type: ignore[arg-type]
     assert {name: getattr(policy, name) for name in value} == value

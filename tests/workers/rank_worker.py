@@ -48,7 +48,7 @@ class Rank(World):
         return self._first(spec)
 
     def autotune(
-        self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any, *rest: Any, brief: bool
+        self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any, *rest: Any, **how: Any
     ) -> Any:
         self.measured.append(spec.name)
         return heuristic.heuristic(spec, policy, self._first)

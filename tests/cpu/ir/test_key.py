@@ -501,8 +501,9 @@ POLICIES = st.builds(
     exclude_engines=st.lists(st.sampled_from(["eng1", "eng2"])).map(tuple),
     max_candidates=st.integers(1, 2),
     budget_s=st.sampled_from([0.0, 1.5]),
+    total_s=st.sampled_from([0.0, 1.5]),
 )
-SEARCH = {"policy.tune", "policy.max_candidates", "policy.budget_s"}
+SEARCH = {"policy.tune", "policy.max_candidates", "policy.budget_s", "policy.total_s"}
 
 
 @given(a=POLICIES, b=POLICIES)
@@ -516,7 +517,9 @@ def test_policies_share_a_key_if_they_differ_in_how_a_plan_is_found_alone(
 
 
 @pytest.mark.parametrize(
-    "effort", [{"tune": "autotune"}, {"max_candidates": 3}, {"budget_s": 0.5}], ids=str
+    "effort",
+    [{"tune": "autotune"}, {"max_candidates": 3}, {"budget_s": 0.5}, {"total_s": 0.5}],
+    ids=str,
 )
 def test_how_hard_a_plan_is_looked_for_is_not_in_the_key(effort: dict[str, Any]) -> None:
     assert key_of(block(), replace(POLICY, **effort)) == key_of(block())

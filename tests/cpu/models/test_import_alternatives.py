@@ -209,6 +209,42 @@ def test_without_a_search_nothing_is_imported_twice(case: Callable[[str], Case])
     assert its.run("cached")[2] == () and its.imports == 1
 
 
+def test_the_searches_of_a_model_share_a_bench_and_its_time(
+    case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its = case("channels")
+    benches: list[Any] = []
+    left: list[float] = []
+    made, search = compiling.GuardedBench, compiling.by_measurement
+
+    def bench(*args: Any) -> Any:
+        benches.append(args)
+        return made(*args)
+
+    def searched(*args: Any, **options: Any) -> Any:
+        left.append(options["left_s"])
+        return search(*args, **options)
+
+    monkeypatch.setattr(compiling, "GuardedBench", bench)
+    monkeypatch.setattr(compiling, "by_measurement", searched)
+    _, executable, _ = its.run()
+    assert len(its.searches) > 1 and len(benches) == 1
+    total_s = executable.policy.total_s
+    assert total_s >= left[0] > left[-1] > 0.0 and left == sorted(left, reverse=True)
+    told = [d for d in executable.steps[0].decisions if d.subject == compiling.SEARCH]
+    assert len(told) == 1 and "waiting for builds" in told[0].reason
+    assert told[0].reason in executable.explain()
+    its.run()
+    assert len(benches) == 1, "a warm start searches nothing"
+
+
+def test_a_model_whose_time_is_spent_is_imported_once(case: Callable[[str], Case]) -> None:
+    its = case("channels")
+    cg.cache_clear()
+    done = compiled(its.again, CUDA, tune="autotune", total_s=1e-9)
+    assert done[1] is not None and done[2] == () and its.imports == 1
+
+
 def test_a_search_without_time_left_tries_no_other_import(case: Callable[[str], Case]) -> None:
     its = case("channels")
     cg.cache_clear()

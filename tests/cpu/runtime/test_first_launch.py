@@ -341,7 +341,7 @@ def test_a_search_in_this_process_passes_it_by(
             tried.append(candidate.choice.engine)
             return Outcome(candidate, True), FakePlan(candidate.choice)
 
-    monkeypatch.setattr(guard.GpuBench, "__init__", lambda self, policy, device, alone: None)
+    monkeypatch.setattr(guard.GpuBench, "__init__", lambda *args: None)
     monkeypatch.setattr(guard.GpuBench, "proposals", lambda self, spec: Proposals())
     exe = world.compiled()
     spec = exe._program.steps[1].spec

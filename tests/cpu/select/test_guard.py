@@ -21,6 +21,7 @@ from cudnngraph.cache import codec, lookup
 from cudnngraph.cache.state import STATE
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import guard, heuristic, processes, verification, workers
+from cudnngraph.select.effort import BUILDING, Effort
 from cudnngraph.select.processes import Server
 from cudnngraph.select.workers import Answer, Workers
 from tests.fakes import H200, FakePlan, World
@@ -318,6 +319,7 @@ def bench(policy: cg.Policy, kept: Memory) -> guard.GuardedBench:
     made: Any = guard.GuardedBench.__new__(guard.GuardedBench)
     made._policy, made._device = policy, torch.device("cuda", 0)
     made._kept, made._isolated, made._ranked, made._passed = kept, {}, {}, {}
+    made.effort = Effort()
     return made  # type: ignore[no-any-return]
 
 
@@ -381,23 +383,76 @@ def test_few_plans_are_built_before_a_search_goes_on_with_a_step(
     outcome, plan = search.build(search.candidates[0])
     assert outcome.accepted and plan is not None
     assert len(search._ahead) == guard.FIRST - 1, "the first plan alone asks for no more"
-    search.ahead()
-    assert len(search._ahead) == guard.FIRST - 1 + guard.AHEAD
+    search.ahead(6)
+    assert len(search._ahead) == 6
     for future in search._ahead.values():
         future.result(10.0)
-    assert behaves.tried == list(range(1, 1 + guard.FIRST + guard.AHEAD))
+    assert sorted(behaves.tried) == list(range(1, 7 + guard.FIRST))
+    search.ahead(6)
+    assert len(search._ahead) == 6, "so many are there"
 
 
-def test_the_next_plans_are_built_while_a_search_is_at_a_step(
+def test_what_is_built_ahead_is_there_without_a_wait(
+    behaves: Behaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait lets go of the GPU, without which no worker could check a plan."""
+    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
+    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
+    behaves.start(**{f"e{engine}": "is right" for engine in range(1, 10)})
+    effort, waits = Effort(), []
+    effort.let_go = lambda: waits.append(1)
+    kept = Memory()
+    kept.rejected[Choice(5, ())] = "it died"
+    search = guard._Isolated(spec(), POLICY, 0, kept, effort=effort)
+    ranked = len(waits)
+    choices = [each.choice for each in search.candidates]
+    search._ahead[choices[0]].result(10.0)
+    assert search.ready(choices[0]) and not search.ready(choices[1])
+    assert search.ready(Choice(5, ())), "it is refused at once"
+    assert search.build(search.candidates[0])[1] is not None and len(waits) == ranked
+    assert search.build(search.candidates[1])[1] is not None and len(waits) == ranked + 1
+    assert effort.seconds[BUILDING] > 0.0
+
+
+def test_a_plan_that_is_waited_for_is_built_before_those_built_ahead(
     behaves: Behaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
     monkeypatch.setattr(guard.env, "capability", lambda index: 90)
     behaves.start(**{f"e{engine}": "is right" for engine in range(1, 10)})
     search = guard._Isolated(spec(), POLICY, 0, Memory())
-    for candidate in search.candidates[:2]:
-        search.build(candidate)
-    assert len(search._ahead) == guard.AHEAD
+    last = search.candidates[8]
+    asked: list[tuple[int, bool]] = []
+    submit = search._ask
+
+    def ask(choices: Sequence[Choice], *, urgent: bool) -> None:
+        asked.extend((choice.engine, urgent) for choice in choices)
+        if not urgent:  # no worker comes to it
+            search._ahead.update({choice: Future() for choice in choices})
+        else:
+            submit(choices, urgent=urgent)
+
+    search._ask = ask  # type: ignore[method-assign]
+    search.ahead(9)
+    assert (last.choice.engine, False) in asked and not search.ready(last.choice)
+    outcome, plan = search.build(last)
+    assert outcome.accepted and plan is not None
+    assert asked[-1] == (last.choice.engine, True)
+
+
+def test_what_was_to_be_built_ahead_can_be_asked_for_later(
+    behaves: Behaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
+    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
+    behaves.start(**{f"e{engine}": "is right" for engine in range(1, 10)})
+    search = guard._Isolated(spec(), POLICY, 0, Memory())
+    search.ahead(8)
+    search.close()
+    search.ahead(8)
+    for candidate in search.candidates:
+        outcome, plan = search.build(candidate)
+        assert outcome.accepted and plan is not None
 
 
 @pytest.mark.parametrize("does", ["aborts", "hangs", "is killed"])

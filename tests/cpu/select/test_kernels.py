@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -137,6 +138,17 @@ def test_neighbours_are_one_kernel_where_that_is_faster() -> None:
     together = 12.0
     selection = run(scores(), KernelBench({}, took))
     assert taken(selection) == [("add", KERNEL), ("softmax", KERNEL)]
+
+
+@pytest.mark.parametrize("ends", [0.0, math.inf])
+def test_neighbours_are_one_kernel_however_late_it_is(ends: float) -> None:
+    """By rule they are one: a search without time left must not be slower for it."""
+    bench = KernelBench({}, lambda spec, choice: 5.0)
+    legal = legalize(scores(), POLICY)
+    selection = autotune.autotune(legal, POLICY, bench, kernels=Kernels(132), ends=ends)
+    assert taken(selection) == [("add softmax", KERNEL)]
+    tried = bench.tried.count("add softmax")
+    assert tried == 1 if ends == 0.0 else tried > 1, "other schedules only while there is time"
 
 
 def test_a_large_graph_has_kernels_across_its_regions() -> None:

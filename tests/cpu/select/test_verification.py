@@ -89,7 +89,7 @@ def test_a_search_does_not_call_right_what_it_could_not_compare(
 ) -> None:
     here = classmethod(lambda cls, index, error: cls(error, "a GPU", 91900, "1.28.0", "2.13"))
     monkeypatch.setattr(Verified, "here", here)
-    monkeypatch.setattr(guard.GpuBench, "__init__", lambda self, policy, device, alone: None)
+    monkeypatch.setattr(guard.GpuBench, "__init__", lambda *args: None)
     bench = guard.GuardedBench(POLICY, None, None, None)  # type: ignore[arg-type]
     bench._device = torch.device("cuda", 0)
     monkeypatch.setattr(bench, "_trial", lambda spec: Data(spec, POLICY, bench._device))
