@@ -57,11 +57,12 @@ def joined(
         if time.perf_counter() < ends:
             items = _given_up(graph, item, items, known, kernels, bench, best, brief=brief)
     order = grown(graph, items, kernels)
-    wholes = {item.nodes: subgraph_of(graph, item.nodes) for item in order}
+    # Those that are known may be of another graph, which copies dense images to their places.
+    new = [item.nodes for item in order if item.nodes not in known]
+    wholes = {nodes: subgraph_of(graph, nodes) for nodes in new}
     asked = {
         nodes: [(spec, choice) for choice in kernels.choices(spec)]
         for nodes, spec in wholes.items()
-        if nodes not in known
     }
     if time.perf_counter() >= ends:  # what rules would take is a contender all the same
         asked = {nodes: each[:1] for nodes, each in asked.items()}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 import cudnngraph as cg
 from cudnngraph.backend import handles
-from cudnngraph.runtime import process, program
+from cudnngraph.runtime import fast_call, process, program
 from cudnngraph.runtime.checks import overlap
 from cudnngraph.runtime.process import PROCESS
 
@@ -522,3 +524,24 @@ def test_explain_names_the_graph_the_device_and_the_plan() -> None:
     assert "step 1: conv → bias → relu" in text
     assert "plan: reference" in text
     assert "taken: the reference executor: the tensors are on the CPU" in text
+
+
+def test_kernels_are_launched_by_the_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that need no scratch memory also while a CUDA graph is captured."""
+    told, bound = SimpleNamespace(stream=5, capturing=False), list[Any]()
+    names = {
+        "current": lambda: 0,
+        "stream_of": lambda index: told.stream,
+        "capturing": lambda: told.capturing,
+    }
+    monkeypatch.setattr(fast_call, "_here", lambda index: dict(names))
+    plan: Any = SimpleNamespace(bound=lambda *given: lambda: bound.append(given))
+    launches = [fast_call.PlanLaunch(plan, array("Q", [16, at]), 64) for at in (32, 48)]
+    scratch: Any = fast_call.build_launch(launches, 0, 5, True)
+    alone: Any = fast_call.build_launch(launches, 0, 5, False)
+    assert scratch() and alone()
+    assert bound == [(each.pointers, 64, 5) for each in launches] * 2
+    told.capturing = True
+    assert not scratch() and alone()
+    told.stream = 6
+    assert not alone() and len(bound) == 6

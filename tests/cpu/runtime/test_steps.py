@@ -605,17 +605,6 @@ def test_a_bound_call_launches_the_short_way_on_its_stream_alone(gpu: SimpleName
     assert gpu.followed == [0]
     plan.native = None
     assert fast_call.build_launch(launches, 0, 5, True) is None
-    bound = []
-    plan.bound = lambda *given: lambda: bound.append(given)
-    gpu.stream = 5
-    shorter = fast_call.build_launch(launches, 0, 5, True)
-    assert shorter is not None and shorter()
-    assert bound == [(each.pointers, each.scratch, 5) for each in launches]
-    gpu.capturing = True
-    alone = fast_call.build_launch(launches, 0, 5, False)
-    assert not shorter() and alone is not None and alone()
-    gpu.stream = 6
-    assert not alone() and len(bound) == 2 * len(launches)
 
 
 def test_there_is_no_short_call_where_torch_has_a_step_or_the_binding_no_call(

@@ -18,8 +18,10 @@ from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec, is_channels_last
 from cudnngraph.partition.memory import Layout, StepMemory
 from cudnngraph.rewrite.passes import legalize
+from cudnngraph.select.alternatives import by_measurement
 from cudnngraph.select.config import IN_CONTEXT_AT_ONCE
 from cudnngraph.select.decision import ALIAS
+from cudnngraph.select.kernels import Kernels
 from plans_cache.record import from_json
 from tests.searches import (
     CONV,
@@ -167,6 +169,20 @@ def test_what_is_joined_is_written_in_its_place_or_copied_there(copy_us: float) 
     layout = Layout(steps, {*joins(4).inputs, *joins(4).outputs})  # each reads what is there
     joined = [n for n, s in enumerate(selection.steps) if s.spec.nodes[-1].op == "concat"]
     assert len(joined) == 4 and set(joined) <= layout.free, "nothing is left to join"
+
+
+@pytest.mark.parametrize("copy_us", [20.0, 200.0])
+def test_dense_images_are_copied_also_where_kernels_are_contenders(copy_us: float) -> None:
+    """What is copied to its place is no tensor of the graph in which kernels join neighbours."""
+    bench = slower_on_slices(copy_us)
+    none: Any = lambda parts: ["it does not compile"] * len(parts)  # noqa: E731
+    bench.kernels = none  # type: ignore[attr-defined]
+    found: Any = bench
+    selection = by_measurement(joins(4), POLICY, found, kernels=Kernels(132))
+    assert [kind for kind, _ in taken(selection)] == [
+        kind for kind, _ in taken(run(joins(4), slower_on_slices(copy_us)))
+    ]
+    assert len(selection.dense) == (8 if copy_us < 90.0 else 0)
 
 
 @pytest.mark.parametrize("copy_us", [20.0, 200.0])

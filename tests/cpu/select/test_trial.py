@@ -282,6 +282,22 @@ def test_an_exponential_that_overflows_behind_a_product_is_seen(
     assert str(why(Plan(spec, overflows))).startswith("not finite where torch is, of numbers of")
 
 
+def test_what_lies_between_elements_must_not_count() -> None:
+    """cuDNN 9.19's engine 2 multiplied it by 0, for a matrix of strides (16, 2)."""
+    g = cg.Graph("g")
+    x, y = g.input("x", (32, 64), F16), g.input("y", (64, 8), F16, stride=(16, 2))
+    g.output("z", g.matmul(x, y))
+    spec = g.spec()
+
+    def between(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+        x, y = given_to(plan, pointers)
+        gaps = y.as_strided((64, 8), (16, 2), 1)[:, :7].float().sum() * 0.0
+        at(pointers[-1], spec.tensors["z"]).copy_(x.float() @ y.float() + gaps)
+
+    assert why(Plan(spec)) is None
+    assert "is off by" in str(why(Plan(spec, between)))
+
+
 def test_both_bools_are_in_a_mask_of_two() -> None:
     """Engine 1 of cuDNN 9.19 took the condition of one row for those of both."""
     g = cg.Graph("g")
