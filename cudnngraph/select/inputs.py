@@ -243,9 +243,9 @@ def strided(declared: TensorSpec, values: torch.Tensor, device: torch.device) ->
     Between its elements is NaN: there is anything, which plans must not multiply by 0 either.
     """
     out = declared.empty(device)
-    if declared.dtype.is_floating_point and declared.dtype.itemsize > 1:
-        if declared.extent > declared.numel:
-            out.as_strided((declared.extent,), (1,)).fill_(math.nan)
+    floats = declared.dtype.is_floating_point and declared.dtype.itemsize > 1
+    if floats and declared.extent > declared.numel:
+        out.as_strided((declared.extent,), (1,)).fill_(math.nan)
     core = out
     for dim, stride in enumerate(declared.stride):
         if stride == 0 and declared.shape[dim] > 1:

@@ -291,7 +291,7 @@ def test_what_lies_between_elements_must_not_count() -> None:
 
     def between(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
         x, y = given_to(plan, pointers)
-        gaps = y.as_strided((64, 8), (16, 2), 1)[:, :7].float().sum() * 0.0
+        gaps = y.as_strided((64, 7), (16, 2), 1).float().sum() * 0.0
         at(pointers[-1], spec.tensors["z"]).copy_(x.float() @ y.float() + gaps)
 
     assert why(Plan(spec)) is None
