@@ -14,7 +14,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,7 +61,8 @@ def export(store: PlanStore, entries: Sequence[Stored], file: Path, with_blobs: 
 def export_seeds(entries: Sequence[Stored], folder: Path) -> int:
     """Write records as the package ships them, ``<folder>/<gpu>/<id>.json``; how many.
 
-    Without serialized plans, which are never taken from a seed. ``<folder>/<gpu>/families.json``
+    Without serialized plans, which are never taken from a seed, and without candidates that were
+    neither measured nor taken. ``<folder>/<gpu>/families.json``
     lists those that were measured by family, and ``<folder>/<gpu>/steps.json`` what was chosen for
     each of their steps, with the ones that were there before.
     """
@@ -71,7 +72,7 @@ def export_seeds(entries: Sequence[Stored], folder: Path) -> int:
         file = folder / seed_folder(entry.gpu) / f"{entry.id}.json"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            files.write(file, entry.record.with_blob(None).to_json())
+            files.write(file, _of_note(entry.record.with_blob(None)).to_json())
             if entry.record.family is not None:
                 place = file.with_name(SEED_FAMILIES)
                 listed = families.setdefault(place, _listed(place))
@@ -93,6 +94,20 @@ def export_seeds(entries: Sequence[Stored], folder: Path) -> int:
         except OSError as error:
             raise CacheError(f"{place} cannot be written: {error.strerror or error}") from None
     return len(entries)
+
+
+def _of_note(record: PlanRecord) -> PlanRecord:
+    """A record with the candidates of each step that were measured or taken."""
+    steps = tuple(
+        replace(
+            step,
+            candidates=tuple(
+                each for each in step.candidates if each.accepted or each.time_us is not None
+            ),
+        )
+        for step in record.steps
+    )
+    return replace(record, steps=steps)
 
 
 def _listed(place: Path) -> dict[str, set[str]]:

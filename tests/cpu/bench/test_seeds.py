@@ -57,9 +57,9 @@ def test_functions_and_modules_find_the_seeds(monkeypatch: pytest.MonkeyPatch) -
     asked: list[Key] = []
     program = compiling._program
 
-    def asking(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) -> Any:
+    def asking(spec: GraphSpec, device: torch.device, policy: Policy, key: Key, *rest: Any) -> Any:
         asked.append(key)
-        return program(spec, device, policy, key)
+        return program(spec, device, policy, key, *rest)
 
     monkeypatch.setattr(compiling, "_program", asking)
     last = torch.channels_last

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from plans_cache import Hit, Miss, RecordError, files, from_json
-from plans_cache.store import PACKAGED_SEEDS
+from plans_cache.store import PACKAGED_SEEDS, SEED_FAMILIES, SEED_STEPS
 from tests.stores import NOW, hit, miss, open_store, seeds_with
 from tests.workers.store_worker import blob, record
 
@@ -138,6 +138,8 @@ def test_a_seed_is_never_written_to(tmp_path: Path) -> None:
 def test_every_seed_that_ships_is_whole_and_stands_under_its_id() -> None:
     assert (PACKAGED_SEEDS / "__init__.py").is_file()
     for path in PACKAGED_SEEDS.rglob("*.json"):
+        if path.name in (SEED_FAMILIES, SEED_STEPS):
+            continue
         made = from_json(path.read_bytes())
         assert path.stem == made.id
         assert made.blob is None
