@@ -217,7 +217,8 @@ class StepTrial:
         return None
 
     def _run(self, plan: Runnable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        outputs = [torch.empty_like(tensor) for tensor in self._outputs]
+        # As they lie: torch.empty_like leaves no gaps.
+        outputs = [self.spec.tensors[name].empty(self._device) for name in self.spec.outputs]
         scratch = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=self._device)
         launcher(plan, (*inputs, *outputs), scratch, self._device)()
         torch.cuda.synchronize(self._device)

@@ -16,9 +16,10 @@ from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select.inputs import random_inputs
 from cudnngraph.select.tolerance import relative_error
+from cudnngraph.select.trial import StepTrial
 from tests.chunks import each_case
 from tests.samples import Case, enumerate_cases
-from tests.trials import BF16, CPU, F16, F32, Plan, at, product, scales, why
+from tests.trials import BF16, CPU, F16, F32, POLICY, Plan, at, product, scales, why
 
 CASES = [case for case in enumerate_cases() if case.on_gpu]
 
@@ -279,6 +280,17 @@ def test_an_exponential_that_overflows_behind_a_product_is_seen(
 
     assert why(Plan(spec)) is None
     assert str(why(Plan(spec, overflows))).startswith("not finite where torch is, of numbers of")
+
+
+def test_large_numbers_are_tried_with_results_as_they_are_declared_to_lie() -> None:
+    g = cg.Graph("g")
+    g.output("y", g.tanh(g.input("x", (4, 8), F16)), stride=(64, 2))
+    spec = g.spec()
+    plan, trial = Plan(spec), StepTrial(spec, POLICY, CPU)
+    (made,) = trial._run(plan, random_inputs(spec, CPU))
+    assert made.stride() == (64, 2)
+    assert made.untyped_storage().nbytes() >= 2 * spec.tensors["y"].extent
+    assert trial.why_wrong(plan) is None
 
 
 def test_what_lies_between_elements_must_not_count() -> None:
