@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..backend.candidates import Candidate, Outcome
 from ..backend.plan import Choice
 from ..ir import wire
@@ -34,6 +36,7 @@ _log = logging.getLogger(__name__)
 
 IDLE_S = 20.0
 MOST = 12  # processes on one GPU
+WORKER_BYTES, MEMORY_SHARE = 0.6 * (1 << 30), 0.25  # of the GPU's memory: a worker's, and of all
 EARLY = 2  # of them, if they are started before there are tasks
 LOST = "the process that tried it"
 
@@ -389,9 +392,17 @@ def on(device_index: int) -> Workers:
     """The workers of a GPU."""
     with _pools_lock:
         if device_index not in _pools:
-            most = max(1, min(MOST, (os.cpu_count() or 2) // _beside - 1))
-            _pools[device_index] = Workers(device_index, most)
+            most = min(MOST, (os.cpu_count() or 2) // _beside - 1, _held(device_index))
+            _pools[device_index] = Workers(device_index, max(1, most))
         return _pools[device_index]
+
+
+def _held(device_index: int) -> int:
+    """How many workers the memory of a GPU holds beside the user's data."""
+    if not torch.cuda.is_available():
+        return MOST
+    whole = torch.cuda.get_device_properties(device_index).total_memory
+    return int(whole * MEMORY_SHARE / WORKER_BYTES)
 
 
 def _after_fork() -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,6 +200,19 @@ def test_processes_that_tune_at_a_time_share_the_processors(
         workers.one_of(count)
         found[count] = workers.on(0)._most
     assert found == {1: workers.MOST, 4: 3, 8: 1, 16: 1, 64: 1}, "each has one of its own"
+
+
+@pytest.mark.parametrize(("gib", "most"), [(2, 1), (8, 3), (24, 10), (80, workers.MOST)])
+def test_no_more_processes_than_a_quarter_of_the_memory_holds(
+    gib: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(workers, "_beside", 1)
+    monkeypatch.setattr(workers, "_pools", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    told = SimpleNamespace(total_memory=gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: told)
+    assert workers.on(0)._most == most
 
 
 def test_threads_share_the_workers(tmp_path: Path) -> None:
