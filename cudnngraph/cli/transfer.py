@@ -62,9 +62,9 @@ def export_seeds(entries: Sequence[Stored], folder: Path) -> int:
     """Write records as the package ships them, ``<folder>/<gpu>/<id>.json``; how many.
 
     Without serialized plans, which are never taken from a seed, and without candidates that were
-    neither measured nor taken. ``<folder>/<gpu>/families.json``
-    lists those that were measured by family, and ``<folder>/<gpu>/steps.json`` what was chosen for
-    each of their steps, with the ones that were there before.
+    neither measured nor taken. ``<folder>/<gpu>/families.json`` lists those that were measured by
+    family, and ``<folder>/<gpu>/steps.json`` what was chosen for each of their steps, with the ones
+    that were there before.
     """
     families: dict[Path, dict[str, set[str]]] = {}
     steps: dict[Path, dict[str, Any]] = {}

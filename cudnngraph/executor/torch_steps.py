@@ -82,10 +82,12 @@ def _gelu(x: torch.Tensor, out: torch.Tensor) -> object:
 def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
     """torch takes matrices that share the second operand as one, and ``out`` then has to lie so.
 
-    If they lie otherwise it raises on a GPU, (2, 64, 8) with strides (512, 1, 64) by (1, 8, 32).
+    A batch of one is shared too, and a has to lie so then: with strides (512, 1, 64), (2, 64, 8) by
+    (1, 8, 32) raises on a GPU.
     """
     shared = a.shape[:-2] != b.shape[:-2]
-    if shared and not (a.is_contiguous() and out.is_contiguous()):
+    lies = out.is_contiguous() and (a.is_contiguous() or a.dim() != b.dim())
+    if shared and not lies:
         return out.copy_(torch.matmul(a, b))
     return torch.matmul(a, b, out=out)
 

@@ -230,10 +230,6 @@ def _with_reductions(
     reductions: Sequence[Reduce],
     widest: int,
 ) -> Rows:
-    for join in (value for value in found if isinstance(value, Join)):
-        if any(isinstance(value, Reduce) for value in reachable(join.operands)):
-            # Each row would be reduced, also those that lie in another part.
-            raise Refused("a reduction in a part of a concatenation")
     main = max(reductions, key=lambda each: numel(each.operand.shape))
     shape = main.operand.shape
     count = numel(shape[dim] for dim in main.dims)

@@ -39,8 +39,8 @@ UPSAMPLE: Mapping[tuple[str, int], str] = {
 def _image(x: torch.Tensor) -> torch.Tensor:
     """x with two spatial dims at least, and the strides of its layout.
 
-    Strides of dims of extent 1 are anything, but torch guesses a layout from them too: of one
-    channel and one row with strides (4, 1, 4, 1) it reads float64 at addresses of half of one.
+    Strides of dims of extent 1 are anything, but torch guesses a layout from them too. A check
+    faulted on a GPU for one channel and one row, whose strides were (4, 1, 1).
     """
     x = x.unsqueeze(2) if x.dim() == 3 else x
     strides = contiguous_strides(x.shape)

@@ -70,7 +70,7 @@ def test_strides_of_a_single_row_say_nothing_of_the_layout(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.parametrize("stride", [(4, 1, 1), (4, 4, 1), (1, 1, 1)])
 def test_one_channel_and_one_row(dtype: torch.dtype, stride: tuple[int, int, int]) -> None:
-    """torch's float64 kernel faulted for the first of them: the reference gives it others."""
+    """A check faulted for the first of these strides; the reference gives torch others."""
     x = torch.empty_strided((1, 1, 4), stride, dtype=dtype, device="cuda").copy_(torch.arange(4.0))
     g = cg.Graph("g")
     g.output("y", g.max_pool(g.input("x", like=x), 3, 3))

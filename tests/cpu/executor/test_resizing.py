@@ -368,7 +368,7 @@ ODD = {
 def test_the_reference_pools_images_with_strides_of_their_layout(
     shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> None:
-    """torch's float64 kernel faults on a GPU for some others (tests/gpu/test_pooling.py)."""
+    """A check faulted on a GPU for others (tests/gpu/test_pooling.py)."""
     x = torch.empty_strided(shape, stride).copy_(torch.randn(shape))
     image = pooling._image(x)
     assert torch.equal(image, x.unsqueeze(2) if x.dim() == 3 else x)
