@@ -288,13 +288,19 @@ MISBEHAVES = {
 }
 
 
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of compute capability 9.0, on which no engine is passed over."""
+    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
+    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
+
+
 @pytest.mark.parametrize("does", MISBEHAVES)
+@pytest.mark.usefixtures("hopper")
 def test_a_search_goes_on_without_a_plan_that_misbehaves(
     does: str, behaves: Behaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "Proposals", None)  # cuDNN is not asked in this process
-    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
-    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
     kept = Memory()
     policy = cg.Policy(allow_tf32=False, tune="autotune", verify="isolated")
 
@@ -323,11 +329,10 @@ def bench(policy: cg.Policy, kept: Memory) -> guard.GuardedBench:
     return made  # type: ignore[no-any-return]
 
 
+@pytest.mark.usefixtures("hopper")
 def test_rankings_are_asked_for_at_a_time_and_once(
     behaves: Behaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
-    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
     behaves.start(e4="is right", e7="is right")
     asked: list[str] = []
     ranking = guard.ranking
@@ -350,11 +355,10 @@ def test_rankings_are_asked_for_at_a_time_and_once(
     assert len(asked) == 3
 
 
+@pytest.mark.usefixtures("hopper")
 def test_what_is_ranked_already_is_built_without_asking_again(
     behaves: Behaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
-    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
     monkeypatch.setattr(guard, "ranking", None)
     behaves.start(e4="is right", e7="is right", e9="is right")
     known = [Candidate(5, Choice(9, ()), "eng9"), Candidate(6, Choice(4, ()), "eng4")]
@@ -368,12 +372,9 @@ def test_what_is_ranked_already_is_built_without_asking_again(
         bench(POLICY, kept).proposals(spec(), known)
 
 
-def test_few_plans_are_built_before_a_search_goes_on_with_a_step(
-    behaves: Behaves, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("hopper")
+def test_few_plans_are_built_before_a_search_goes_on_with_a_step(behaves: Behaves) -> None:
     """A step whose first plan cannot win takes no worker's time for more."""
-    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
-    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
     behaves.start(**{f"e{engine}": "is right" for engine in range(1, 10)})
     search = guard._Isolated(spec(), POLICY, 0, Memory())
     first = dict(search._ahead)
@@ -392,12 +393,9 @@ def test_few_plans_are_built_before_a_search_goes_on_with_a_step(
     assert len(search._ahead) == 6, "so many are there"
 
 
-def test_what_is_built_ahead_is_there_without_a_wait(
-    behaves: Behaves, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("hopper")
+def test_what_is_built_ahead_is_there_without_a_wait(behaves: Behaves) -> None:
     """A wait lets go of the GPU, without which no worker could check a plan."""
-    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
-    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
     behaves.start(**{f"e{engine}": "is right" for engine in range(1, 10)})
     effort, waits = Effort(), []
     effort.let_go = lambda: waits.append(1)
@@ -414,11 +412,8 @@ def test_what_is_built_ahead_is_there_without_a_wait(
     assert effort.seconds[BUILDING] > 0.0
 
 
-def test_a_plan_that_is_waited_for_is_built_before_those_built_ahead(
-    behaves: Behaves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
-    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
+@pytest.mark.usefixtures("hopper")
+def test_a_plan_that_is_waited_for_is_built_before_those_built_ahead(behaves: Behaves) -> None:
     behaves.start(**{f"e{engine}": "is right" for engine in range(1, 10)})
     search = guard._Isolated(spec(), POLICY, 0, Memory())
     last = search.candidates[8]
@@ -440,11 +435,8 @@ def test_a_plan_that_is_waited_for_is_built_before_those_built_ahead(
     assert asked[-1] == (last.choice.engine, True)
 
 
-def test_what_was_to_be_built_ahead_can_be_asked_for_later(
-    behaves: Behaves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
-    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
+@pytest.mark.usefixtures("hopper")
+def test_what_was_to_be_built_ahead_can_be_asked_for_later(behaves: Behaves) -> None:
     behaves.start(**{f"e{engine}": "is right" for engine in range(1, 10)})
     search = guard._Isolated(spec(), POLICY, 0, Memory())
     search.ahead(8)
