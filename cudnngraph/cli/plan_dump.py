@@ -70,12 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--reverse", action="store_true", help="the other way round")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--seeds",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="with the records that ship with the package (default)",
-    )
+    records.add_seeds(parser, "an ID or a filter")
     records.add_directory(parser)
 
 
@@ -87,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
     if args.full is not None and (args.id is not None or args.graph is not None):
         raise UsageError("--full takes the ID itself, and no other")
     place = records.directory(args)
-    found, damaged = records.scan(records.open_store(place, seeds=args.seeds))
+    asked = args.full is not None or args.id is not None or bool(args.filter)
+    seeds = asked if args.seeds is None else args.seeds
+    found, damaged = records.scan(records.open_store(place, seeds=seeds))
     records.print_damaged(damaged)
     code = 1 if damaged else 0
     if args.full is not None:

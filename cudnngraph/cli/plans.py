@@ -103,6 +103,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "table says so.",
     )
     action.add_argument("id", nargs="?", metavar="ID", default="", help="only ids that begin so")
+    records.add_seeds(action, "an ID")
 
     action = add(
         "prune",
@@ -332,7 +333,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _verify_here(args: argparse.Namespace) -> int:
-    store = records.open_store(records.directory(args), seeds=True)
+    seeds = bool(args.id) if args.seeds is None else args.seeds
+    store = records.open_store(records.directory(args), seeds=seeds)
     found, damaged = records.scan(store)
     prefix = args.id.lower()
     found = [entry for entry in found if entry.id.startswith(prefix)]

@@ -48,6 +48,15 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_seeds(parser: argparse.ArgumentParser, asked: str) -> None:
+    """Declare ``--seeds``; ``asked`` says which arguments look among them too."""
+    parser.add_argument(
+        "--seeds",
+        action=argparse.BooleanOptionalAction,
+        help=f"with the records that ship with the package, which {asked} finds too",
+    )
+
+
 def _folder(text: str) -> Path:
     """A path with ``~`` expanded, as the variable's is."""
     try:

@@ -10,6 +10,7 @@ import torch
 
 from cudnngraph import cli, settings
 from cudnngraph.backend import env, found_bad
+from cudnngraph.cli import records
 from plans_cache.findings import Findings
 from tests.commands import Cli
 from tests.fakes import H200
@@ -52,8 +53,9 @@ def ids(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs ``plans ACTION``: exit code, output, errors."""
+def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Runs ``plans ACTION`` as if no seeds shipped: exit code, output, errors."""
+    monkeypatch.setattr(records, "PACKAGED_SEEDS", folder.with_name("no-seeds"))
 
     def call(action: str, *argv: object, at: Path | None = None) -> tuple[int, str, str]:
         code = cli.main(["plans", action, "--dir", str(at or folder), *map(str, argv)])

@@ -151,7 +151,20 @@ def test_an_empty_or_missing_cache_is_said_and_no_failure(dump: Dump, tmp_path: 
         assert dump("--filter", "H200", folder=folder)[0] == 1
 
 
-def test_seeds_are_listed_unless_left_out(
+@pytest.mark.parametrize(
+    ("argv", "listed"),
+    [
+        ([], False),
+        (["--seeds"], True),
+        (["--filter", "tier=seed"], True),
+        (["--filter", "tier=seed", "--no-seeds"], False),
+        (["{id}"], True),
+        (["--full", "{id}"], True),
+    ],
+)
+def test_what_ships_is_listed_when_it_is_asked_for(
+    argv: list[str],
+    listed: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -161,10 +174,11 @@ def test_seeds_are_listed_unless_left_out(
     gpu.mkdir(parents=True)
     (gpu / f"{seed.id}.json").write_text(seed.to_json())
     monkeypatch.setattr(entries, "PACKAGED_SEEDS", tmp_path / "seeds")
-    assert cli.main(["plan-dump", "--dir", str(tmp_path / "none"), "--filter", "tier=seed"]) == 0
-    assert seed.id[:12] in capsys.readouterr().out
-    assert cli.main(["plan-dump", "--dir", str(tmp_path / "none"), "--no-seeds"]) == 0
-    assert capsys.readouterr().out.startswith("no plan is in ")
+    given = [text.format(id=seed.id[:12]) for text in argv]
+    code = cli.main(["plan-dump", "--dir", str(tmp_path / "none"), *given])
+    out = capsys.readouterr().out
+    assert (code, seed.id[:12] in out) == (0 if listed or not argv else 1, listed)
+    assert listed or out.startswith("no plan is in ")
 
 
 def test_the_directory_is_that_of_the_settings_when_none_is_given(

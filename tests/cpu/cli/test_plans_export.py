@@ -50,7 +50,7 @@ def test_seeds_are_exported_as_they_ship_and_serve(
         assert isinstance(seed, Hit) and isinstance(mine, Hit)
         assert (seed.tier, seed.record) == ("seed", shipped(mine.record))
     monkeypatch.setattr(records, "PACKAGED_SEEDS", seeds)
-    code, out, _ = run("verify", at=tmp_path / "none")
+    code, out, _ = run("verify", "--seeds", at=tmp_path / "none")
     assert (code, "7 entries checked, 0 replayed, 0 problems" in out) == (0, True)
     before = {path: path.read_bytes() for path in seeds.rglob("*.json")}
     assert run("export", "--seeds", seeds)[0] == 0  # again, over itself

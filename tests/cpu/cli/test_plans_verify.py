@@ -21,7 +21,7 @@ from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import codec, lookup
 from cudnngraph.cache.codec import to_record
 from cudnngraph.cache.state import STATE
-from cudnngraph.cli import verify
+from cudnngraph.cli import records, verify
 from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
 from cudnngraph.explain import draw
@@ -58,6 +58,21 @@ def test_verify_without_a_gpu_checks_the_rest_and_says_what_it_left_out(
         "7 entries checked, 0 replayed, 0 problems",
         "nothing was replayed: torch sees no CUDA device",
     ]
+
+
+def test_verify_checks_what_ships_when_it_is_asked_for(
+    run: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = cache_example.records(1e9)["a100"]
+    (tmp_path / "seeds").mkdir()
+    (tmp_path / "seeds" / f"{seed.id}.json").write_text(seed.to_json())
+    monkeypatch.setattr(records, "PACKAGED_SEEDS", tmp_path / "seeds")
+    said = "entries checked, 0 replayed, 0 problems\n"
+    assert f"0 {said}" in run("verify")[1]
+    assert f"1 {said}" in run("verify", "--seeds")[1]
+    assert f"1 {said}" in run("verify", seed.id[:8])[1]
+    code, _, err = run("verify", seed.id[:8], "--no-seeds")
+    assert (code, err) == (1, f"error: no entry's id begins with '{seed.id[:8]}'\n")
 
 
 def test_verify_finds_a_damaged_record_and_a_damaged_blob(
