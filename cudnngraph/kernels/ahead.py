@@ -81,7 +81,7 @@ class Chunks:
 
     def once(self, *parts: Sequence[str]) -> list[str]:
         """Lines for each chunk, one part of them behind the other."""
-        each = (self._of("u", self.count, lines) for lines in parts if lines)
+        each = (self._of("u", lines, self._whole(self.count)) for lines in parts if lines)
         return [line for lines in each for line in _unrolled(self.count, lines)]
 
     def in_groups(
@@ -89,10 +89,31 @@ class Chunks:
     ) -> list[str]:
         """Reads of so many chunks and what is made of them, as often as there are."""
         at = f"{self.count - 1}u - (from + u)" if backwards else "from + u"
-        parts = (self._of(at, ahead, lines) for lines in (begin, made) if lines)
+        whole = self._whole(ahead)
+        parts = (self._of(at, lines, whole) for lines in (begin, made) if lines)
         inside = [f"  {line}" for part in parts for line in _unrolled(ahead, part)]
         loop = f"for (u32 from = 0; from < {self.count}u; from += {ahead}u) {{"
         return [loop, *inside, "}"]
+
+    def by_blocks(
+        self, ahead: int, reads: Sequence[tuple[str, list[str]]], made: Sequence[str]
+    ) -> list[str]:
+        """Blocks' loop over groups of so many chunks: reads of all, then what is made of each.
+
+        ``reads`` are the types and names of what is read, each with its lines.
+        """
+        whole = self.extent % (self.team * self.lanes * ahead) == 0
+        begin = [line for _, lines in reads for line in lines]
+        parts = (self._of("from + u", lines, whole) for lines in (begin, made) if lines)
+        declared = [f"{read}[{ahead}];" for read, _ in reads]
+        inside = [*declared, *(line for part in parts for line in _unrolled(ahead, part))]
+        until = f"from < {self.count}u; from += gridDim.x * {ahead}u"
+        return [
+            "const u32 t = threadIdx.x;",
+            f"for (u32 from = blockIdx.x * {ahead}u; {until}) {{",
+            *("  " + line for line in inside),
+            "}",
+        ]
 
     def at_ends(self, lines: Sequence[str]) -> list[str]:
         """Lines for a thread's element that is in no chunk."""
@@ -109,9 +130,14 @@ class Chunks:
             "const u32 end = t < head ? t : full - head + t;",
         ]
 
-    def _of(self, chunk: str, ahead: int, lines: Sequence[str]) -> list[str]:
+    def _whole(self, ahead: int) -> bool:
+        """Whether one group of so many chunks is the row."""
+        return self.extent == self.team * self.lanes * ahead
+
+    def _of(self, chunk: str, lines: Sequence[str], whole: bool) -> list[str]:
+        """Lines for a chunk; if groups are not ``whole``, for its elements that there are."""
         place = f"({self.kind})(({chunk}) * {self.team}u + t) * {self.lanes}u"
-        there = "" if self.extent == self.team * self.lanes * ahead else f"k < {self.extent}u"
+        there = "" if whole else f"k < {self.extent}u"
         if self.ends:
             place, there = f"head + {place}", "k < full"
         inside = ["  " + line for line in lines]

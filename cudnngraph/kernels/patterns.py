@@ -26,6 +26,7 @@ from .rows import (
     WARP,
     Rows,
     Schedule,
+    reads_plainly,
     rows_of,
     schedule_for,
     why_slow,
@@ -185,9 +186,14 @@ def _schedules(rows: Rows, by_rule: Schedule) -> list[Schedule]:
     lanes = [by_rule.lanes, by_rule.lanes // 2]
     teams = (by_rule.team, by_rule.team // 2, by_rule.team * 2)
     if not rows.reductions:
-        wide = 2 * rows.lanes  # two vectors of each tensor in flight
+        wide = 2 * rows.lanes  # two vectors of each tensor in flight, side by side
         lanes += [rows.lanes, 0 if rows.inner.extent % wide else wide]
-        return [Schedule(many, team) for many in lanes if many for team in teams]
+        found = [Schedule(many, team) for many in lanes[:1] + lanes[2:3] for team in teams]
+        found += [Schedule(many, by_rule.team) for many in (lanes[1], lanes[3]) if many]
+        if reads_plainly(rows):  # and a block apart
+            found += [Schedule(rows.lanes, team, 1, 2) for team in teams]
+            found.append(Schedule(rows.lanes, by_rule.team // 2, 1, 4))
+        return found
     found = [by_rule]
     for many in filter(None, lanes):
         for team in teams:

@@ -50,7 +50,7 @@ SMALL_BLOCK = 128  # threads
 class Schedule:
     """How the work is dealt out: elements that lie side by side for a thread, threads that share a
     row, rows of a block, and chunks of a row that a thread has (0: as many as there are, one after
-    the other)."""
+    the other), or where nothing is reduced, that it reads before it computes."""
 
     lanes: int
     team: int
@@ -366,9 +366,15 @@ def _long(rows: Rows) -> Schedule:
     return Schedule(lanes, team, 1, chunks if fits else 0)
 
 
+def reads_plainly(rows: Rows) -> bool:
+    """Whether what a region reads lies at places that no data and no window decide."""
+    values = reachable(value for value, _, _ in rows.outputs)
+    return not any(isinstance(value, Pick | Window) for value in values)
+
+
 def narrower(rows: Rows, schedule: Schedule) -> Schedule:
     """The schedule with half the lanes."""
-    chunks = schedule.chunks * 2 if rows.reductions else 1
+    chunks = schedule.chunks * 2 if rows.reductions else schedule.chunks
     return Schedule(schedule.lanes // 2, schedule.team, schedule.rows, chunks)
 
 

@@ -2,9 +2,10 @@
 
 One pattern serves all regions. A team of threads has a row, of which each thread has lanes that lie
 side by side in memory, in chunks. Where nothing is reduced the whole region is one long row, and
-blocks go through it in strides. Where something is, what one reduction needs is computed for all
-chunks, then reduced over the team, then what the next one needs, and in the end what is written. A
-row that fits into registers is read once; of a longer one each pass reads it again.
+blocks go through it in strides, one chunk or some together. Where something is, what one reduction
+needs is computed for all chunks, then reduced over the team, then what the next one needs, and in
+the end what is written. A row that fits into registers is read once; of a longer one each pass
+reads it again.
 
 Long rows are read some chunks ahead. Threads keep them as memory has them if registers hold that,
 and a row that starts anywhere is read as vectors, with its ends by single elements.
@@ -34,6 +35,7 @@ from .rows import (
     Together,
     merged,
     narrower,
+    reads_plainly,
     rows_of,
     singly,
 )
@@ -90,6 +92,8 @@ def check(rows: Rows, schedule: Schedule) -> None:
         raise Refused(f"a block of {threads} threads")
     if rows.reductions and team & (team - 1):
         raise Refused(f"a team of {team} threads")
+    if not (rows.reductions or schedule.chunks == 1 or (schedule.chunks and reads_plainly(rows))):
+        raise Refused(f"{schedule.chunks} chunks of one long row")
 
 
 def keeps_none(rows: Rows, schedule: Schedule) -> bool:
@@ -177,6 +181,7 @@ class Writer:
         self._picks: dict[tuple[int, Index], Var] = {}  # places that are computed
         self._many = bool(rows.reductions)
         self._streams = keeps_none(rows, schedule)
+        self._together = schedule.chunks if not self._many else 1  # chunks read at a time
         self._resident = not self._streams
         self._ends = self._streams and rows.has_ends(schedule.lanes)
         self._chunks = -(-rows.vectors(schedule.lanes) // schedule.team)
@@ -222,7 +227,7 @@ class Writer:
                 start = Sum.of(terms, rows.start.number).code(self._names)
                 head += self._row_chunks.where_ends(start)
         else:
-            blocks = self._chunks
+            blocks = -(-self._chunks // self._together)
             if self._most_blocks:
                 blocks = min(blocks, self._most_blocks)
         return [*head, *self._declared, *body], blocks
@@ -256,6 +261,8 @@ class Writer:
         self._lines = []
         if self._streams:
             return [*before, *self._streamed(fill, backwards=number % 2 == 1), *after]
+        if self._together > 1:
+            return self._read_together(fill)
         fill()
         step, kind = self._plan.team * self._plan.lanes, self._count_type
         if not self._many:
@@ -273,6 +280,14 @@ class Writer:
                 inside += self._lines
         unroll = ["#pragma unroll"] if self._many else []
         return [*before, *unroll, loop, *("  " + line for line in inside), "}", *after]
+
+    def _read_together(self, fill: Callable[[], None]) -> list[str]:
+        """A loop over groups of chunks, of which all is read before anything is written."""
+        row: list[str] = []
+        self._of_row = row
+        fill()
+        self._of_row = None
+        return [*row, *self._row_chunks.by_blocks(self._together, self._ahead, self._lines)]
 
     def _streamed(self, fill: Callable[[], None], *, backwards: bool) -> list[str]:
         """A loop that reads some chunks ahead; one that goes through a row ``backwards`` finds in

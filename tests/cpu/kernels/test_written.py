@@ -19,7 +19,7 @@ from cudnngraph.executor import reference
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import scalars
-from cudnngraph.kernels.rows import Schedule, rows_of, schedule_for
+from cudnngraph.kernels.rows import Schedule, reads_plainly, rows_of, schedule_for
 from cudnngraph.kernels.rules import RULES
 from cudnngraph.kernels.source import Source
 from cudnngraph.kernels.tape import Refused
@@ -49,13 +49,14 @@ def _one_thread() -> Iterator[None]:
 
 
 def schedules(spec: GraphSpec) -> list[Schedule]:
-    """Schedules for a region: by rule for a small GPU and a large one, without vectors, and of a
-    row that is too long to be kept. Raises :class:`Refused`."""
+    """Schedules for a region: by rule for a small GPU and a large one, without vectors, with some
+    of a row read together, and of a row that is too long to be kept. Raises :class:`Refused`."""
     rows = rows_of(spec)
     by_rule = [schedule_for(rows, processors) for processors in (4, 132)]
     found = [*by_rule, Schedule(1, by_rule[0].team, by_rule[0].rows, 0)]
     if not rows.reductions:
         found = [*by_rule, Schedule(1, 32), Schedule(rows.lanes, 64)]
+        found += [Schedule(rows.lanes, 32, 1, 3)] if reads_plainly(rows) else []
     elif by_rule[0].chunks:
         lanes, parts = rows.lanes, rows.inner.extent // rows.lanes
         found += [Schedule(lanes, 32, 2, 0), Schedule(lanes, 128, 1, -(-parts // 128))]
