@@ -4,7 +4,8 @@
 
 Every contender is captured in a CUDA graph of twenty calls; rounds alternate between contenders.
 With empty caches of ours: what was built is timed too. With ``--jobs`` that many processes have
-torch.compile compile everything before anything is measured.
+torch.compile compile everything before anything is measured. ``--schedules`` measures all schedules
+that autotuning may try, of the rows that are one kernel, and nothing else.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ import torch.nn.functional as F
 
 import cudnngraph as cg
 from cudnngraph.device import files
+from cudnngraph.errors import NotSupported
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import compile as compiler
 from cudnngraph.kernels import kernel, patterns
+from cudnngraph.kernels.tape import Refused
 from cudnngraph.runtime.compile import compile as compile_spec
 from cudnngraph.select.inputs import random_inputs
 from cudnngraph.settings import override
@@ -303,6 +306,34 @@ def measure(row: Row, tunes: Sequence[str], modes: Sequence[str]) -> None:
     row.times["copy"] = min(row.times[f"copy by {each}"] for each in ("the driver", "a kernel"))
 
 
+def schedules(row: Row) -> list[str]:
+    """Lines with the time of the kernel of each schedule, the fastest first."""
+    spec, given = row.spec, random_inputs(row.spec, CUDA)
+    outs = [spec.tensors[name].empty(CUDA) for name in spec.outputs]
+    calls: dict[str, Callable[[], object]] = {}
+    try:
+        choices = patterns.choices(spec, kernel.processors(0))
+    except Refused as reason:
+        return [f"{row.name}: {reason}"]
+    for at, choice in enumerate(choices):
+        name = f"{choice}{', by rule' if not at else ''}"
+        try:
+            made = kernel.build(spec, choice, 0)
+        except NotSupported as reason:
+            print(row.name, name, reason, flush=True)
+            continue
+        scratch = torch.empty(max(1, made.workspace_bytes), dtype=torch.uint8, device=CUDA)
+        pointers = made.pointers([each.data_ptr() for each in (*given, *outs)])
+
+        def call(made: Any = made, pointers: Any = pointers, scratch: Any = scratch) -> None:
+            made.execute(pointers, scratch.data_ptr(), None)
+
+        calls[name] = call
+    found = times_us({name: captured(call) for name, call in calls.items()})
+    row.times = dict(sorted(found.items(), key=lambda each: each[1]))
+    return [f"{row.name}: {us:.1f} us, {name}" for name, us in row.times.items()]
+
+
 def compile_before(row: Row, modes: Sequence[str]) -> None:
     """Fill torch.compile's caches."""
     given = random_inputs(row.spec, CUDA)
@@ -349,6 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tunes", default="heuristic,autotune")
     parser.add_argument("--modes", default="default,max-autotune-no-cudagraphs")
     parser.add_argument("--jobs", type=int, default=0)
+    parser.add_argument("--schedules", action="store_true", help="of each row that is one kernel")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     tunes, modes = args.tunes.split(","), [m for m in args.modes.split(",") if m]
@@ -357,6 +389,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         place, jobs = map(int, args.part.split("/"))
         for row in chosen[place::jobs]:
             compile_before(row, modes)
+        return
+    if args.schedules:
+        for row in chosen:
+            print(*schedules(row), sep="\n", flush=True)
         return
     if args.jobs:
         compile_in(args.jobs, sys.argv[1:] if arguments is None else arguments)
