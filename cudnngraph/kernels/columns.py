@@ -30,9 +30,10 @@ from .write import Writer
 
 COLUMN_BYTES = 32 << 10  # of shared memory, in which the rows of a block are put together
 BLOCKS_PER_SM = 4  # at most
+MOST_PER_THREAD = 256  # registers, of which a thread of CUDA has 255
 # Registers of a thread, as compiled: for an element of a row, for each column, and for the rest.
 OF_ELEMENT, OF_COLUMN, SPARE = 3, 1, 24
-MOST_OF_THREAD = 192  # from here on more threads share a row
+OF_REGISTERS = 3 / 4  # of them, the most that a block takes; beyond, more threads share a row
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,18 @@ def _index_of(each: Reduce, shape: Sequence[int], whole: Index, rows: Rows) -> I
     return tuple(index)
 
 
-def schedule_of(rows: Rows, schedule: Schedule, columns: int) -> Schedule | None:
+def most_of_thread(threads: int) -> int:
+    """The registers of a thread from which on more threads share a row, in blocks of so many."""
+    return int(OF_REGISTERS * min(MOST_PER_THREAD, MOST_REGISTERS // threads))
+
+
+def schedule_of(rows: Rows, schedule: Schedule, columns: int, threads: int) -> Schedule | None:
     """The schedule of rows with so many columns reduced beside, None if registers do not hold
-    both."""
+    both. The more ``threads`` a block should have, the fewer registers has each."""
+    most = most_of_thread(threads)
     if not schedule.chunks or rows.in_memory_form(schedule) or rows.strided:
         return None
-    while registers_of(schedule, columns) > MOST_OF_THREAD and schedule.team < MOST_THREADS:
+    while registers_of(schedule, columns) > most and schedule.team < MOST_THREADS:
         team = 2 * schedule.team
         chunks = -(-rows.vectors(schedule.lanes) // team)
         schedule = replace(schedule, team=team, rows=max(1, schedule.rows // 2), chunks=chunks)
@@ -134,9 +141,12 @@ class Planned:
         }
 
 
-def planned(same: Outputs, others: Outputs, processors: int) -> Planned | None:
+def planned(same: Outputs, others: Outputs, processors: int, threads: int) -> Planned | None:
     """The function of the rows of some outputs that reduces the columns that others are made of;
-    None where there should be none. Raises :class:`~cudnngraph.kernels.tape.Refused`."""
+    None where there should be none. Raises :class:`~cudnngraph.kernels.tape.Refused`.
+
+    ``threads`` are those that a block should have.
+    """
     if not rules().kernel_columns_with_rows:
         return None
     rows = rows_of_values([value for value, _ in same], [to for _, to in same])
@@ -144,7 +154,7 @@ def planned(same: Outputs, others: Outputs, processors: int) -> Planned | None:
     schedule = schedule_for(rows, processors)
     if not columns or why_slow(rows, schedule, processors):
         return None
-    found = schedule_of(rows, schedule, len(columns))
+    found = schedule_of(rows, schedule, len(columns), threads)
     if found is None:
         return None
     return Planned(rows, columns, found, blocks_of(rows, found, len(columns), processors))

@@ -275,7 +275,7 @@ class _Composer:
     def _of_columns(self, same: Outputs, others: Outputs) -> dict[int, Value] | None:
         """Add the function of the rows of some outputs that reduces the columns that others are
         made of; what takes the place of these reductions."""
-        planned = columns.planned(same, others, self._split.processors)
+        planned = columns.planned(same, others, self._split.processors, self._split.threads)
         if planned is None:
             return None
         partial = [self._new(planned.partial) for _ in planned.columns]

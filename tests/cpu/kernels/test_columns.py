@@ -11,8 +11,13 @@ import cudnngraph as cg
 from cudnngraph.device import rules as thresholds
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.kernels import patterns
-from cudnngraph.kernels.columns import COLUMN_BYTES, MOST_OF_THREAD, registers_of, schedule_of
+from cudnngraph.kernels import patterns, split
+from cudnngraph.kernels.columns import (
+    COLUMN_BYTES,
+    most_of_thread,
+    registers_of,
+    schedule_of,
+)
 from cudnngraph.kernels.rows import (
     MOST_REGISTERS,
     MOST_THREADS,
@@ -22,6 +27,7 @@ from cudnngraph.kernels.rows import (
     tape_of,
 )
 from cudnngraph.kernels.source import Source
+from cudnngraph.kernels.split import Split, variants
 from cudnngraph.select.inputs import random_inputs
 from tests import host_kernels, numerics
 
@@ -117,21 +123,33 @@ def test_a_block_goes_through_rows_that_are_no_multiple_of_its_own() -> None:
     check(spec, source)
 
 
+@pytest.mark.parametrize("threads", [128, 256, 512])
 @pytest.mark.parametrize("columns", [1, 3, 6])
 @pytest.mark.parametrize("width", [96, 768, 1024, 1280, 4096, 8192, 1 << 15])
-def test_what_is_planned_fits_a_block(width: int, columns: int) -> None:
+def test_what_is_planned_fits_a_block(width: int, columns: int, threads: int) -> None:
     spec = gradient((4096, width), residual=False, bias=False)
     dx, tensor = tape_of(spec)[0], spec.tensors["dx"]
     rows = rows_of_values([dx], [tensor])
-    planned = schedule_of(rows, schedule_for(rows, 132), columns)
+    planned = schedule_of(rows, schedule_for(rows, 132), columns, threads)
     if planned is None:
-        assert width > 4096, "registers or shared memory do not hold such rows"
+        assert width > 4096 or threads > 256, "registers or shared memory do not hold such rows"
         return
     assert planned.chunks * planned.team * planned.lanes >= width
-    assert registers_of(planned, columns) <= MOST_OF_THREAD
+    assert registers_of(planned, columns) <= most_of_thread(threads)
     assert planned.threads * registers_of(planned, columns) <= MOST_REGISTERS
     assert 4 * planned.rows * width <= COLUMN_BYTES
     assert planned.threads % WARP == 0 and planned.threads <= MOST_THREADS
+
+
+def test_more_threads_share_a_row_where_blocks_should_have_more() -> None:
+    """A choice that is measured: fewer registers of each thread, and more warps at a time."""
+    spec = gradient((200, 768))
+    by_rule, wide = Split(256, 528, 32), Split(512, 528, 32)
+    assert wide in variants(by_rule)
+    blocks = [split.write(spec, each).launches[0].blocks for each in (by_rule, wide)]
+    assert blocks == [50, 100], "blocks of four warps have four rows, then two"
+    for each in (by_rule, wide):
+        check(spec, split.write(spec, each))
 
 
 def test_rows_that_no_registers_hold_have_a_pass_of_each() -> None:
