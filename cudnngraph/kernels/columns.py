@@ -105,21 +105,27 @@ def registers_of(schedule: Schedule, columns: int) -> int:
     return (OF_ELEMENT + OF_COLUMN * columns) * kept + SPARE
 
 
-def blocks_of(rows: Rows, schedule: Schedule, columns: int, processors: int) -> int:
-    """The blocks that share the rows out: as many as the GPU holds at a time."""
+def resident(schedule: Schedule, columns: int) -> int:
+    """The blocks that a multiprocessor should hold at a time."""
     of_block = schedule.threads * registers_of(schedule, columns)
-    at_a_time = max(1, min(BLOCKS_PER_SM, MOST_REGISTERS // of_block))
-    return min(-(-rows.row.extent // schedule.rows), processors * at_a_time)
+    return max(1, min(BLOCKS_PER_SM, MOST_REGISTERS // of_block))
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A function of rows that reduces columns: its rows, its schedule, and its blocks."""
+    """A function of rows that reduces columns: its rows, its schedule, and as many blocks as the
+    GPU holds at a time, of which ``resident`` are on a multiprocessor."""
 
     rows: Rows
     columns: Sequence[Column]
     schedule: Schedule
     blocks: int
+    resident: int
+
+    @property
+    def bounds(self) -> str:
+        """What the compiler has to make do with, so that all blocks run at a time."""
+        return f"{self.schedule.threads}, {self.resident}"
 
     @property
     def partial(self) -> tuple[int, int]:
@@ -157,7 +163,9 @@ def planned(same: Outputs, others: Outputs, processors: int, threads: int) -> Pl
     found = schedule_of(rows, schedule, len(columns), threads)
     if found is None:
         return None
-    return Planned(rows, columns, found, blocks_of(rows, found, len(columns), processors))
+    held = resident(found, len(columns))
+    blocks = min(-(-rows.row.extent // found.rows), processors * held)
+    return Planned(rows, columns, found, blocks, held)
 
 
 class ColumnWriter(Writer):

@@ -182,7 +182,9 @@ class _Composer:
             del self._held[name]
         self._bytes = bytes
 
-    def _add(self, lines: Sequence[str], blocks: int, threads: int, clusters: int = 1) -> None:
+    def _add(
+        self, lines: Sequence[str], blocks: int, threads: int, clusters: int = 1, bounds: str = ""
+    ) -> None:
         """A function of lines, with the pointers that it needs. What it reads of parts is put
         together before."""
         used = set(map(int, re.findall(r"\bp(\d+)\b", "\n".join(lines))))
@@ -197,7 +199,8 @@ class _Composer:
                 held = self._held.get(tensor.name)
                 where = f"a.p[{at}]" if held is None else f"(w + {held[1]}u)"
                 typed.append(pointer(at, tensor, where))
-        made = function(name, threads, [*typed, *lines], workspace=True, clusters=clusters)
+        own = bounds or threads
+        made = function(name, own, [*typed, *lines], workspace=True, clusters=clusters)
         self._texts.append(made)
         self._launches.append(Launch(name, blocks, threads))
 
@@ -279,7 +282,8 @@ class _Composer:
         if planned is None:
             return None
         partial = [self._new(planned.partial) for _ in planned.columns]
-        self._add(*planned.written(self._around(), partial), planned.schedule.threads)
+        lines, blocks = planned.written(self._around(), partial)
+        self._add(lines, blocks, planned.schedule.threads, bounds=planned.bounds)
         return planned.put_together(partial)
 
     def _of_inner_rows(self, outputs: Outputs) -> Outputs | None:

@@ -19,12 +19,12 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import compile as compiler
 from cudnngraph.kernels import patterns, pool_gradient
 from cudnngraph.kernels.cubin import Resources, resources
-from cudnngraph.kernels.rows import rows_of, schedule_for
+from cudnngraph.kernels.rows import MOST_REGISTERS, rows_of, schedule_for
 from cudnngraph.kernels.rules import RULES
 from cudnngraph.kernels.tape import Refused
 from cudnngraph.kernels.write import write
 from tests import chunks, generated
-from tests.cpu.kernels import test_torch_ops
+from tests.cpu.kernels import test_columns, test_torch_ops
 from tests.samples import F64, Case, enumerate_cases
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
@@ -133,6 +133,20 @@ def loss(extent: int) -> GraphSpec:
     x, t = g.input("x", (512, extent), torch.bfloat16), g.input("t", (512,), torch.int64)
     g.output("y", g.cross_entropy(x, t))
     return g.spec()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [256, 512, 768, 1024, 4096])
+def test_blocks_that_share_rows_out_run_all_at_a_time(width: int, dtype: torch.dtype) -> None:
+    """Else some of them begin when others end. One case spills two registers for that."""
+    spec = test_columns.gradient((8192, width), dtype)
+    made = patterns.source(spec, patterns.by_rule(spec, PROCESSORS))
+    shared, first, *_ = re.split(r'(?=extern "C")', made.text)
+    found = resources(compiler.cubin(shared + first, 90))
+    blocks, threads = made.launches[0].blocks, made.launches[0].threads
+    assert blocks % PROCESSORS == 0
+    assert blocks // PROCESSORS * threads * found.registers <= MOST_REGISTERS, found
+    assert found.local_bytes == (8 if (width, dtype) == (768, torch.float32) else 0)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
