@@ -111,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
         print(_count(shown, len(found), place))
     else:
         what = "matches" if conditions and found else "is"
-        print(f"no plan {what} in {place}")
+        more = "; --seeds lists those that ship with the package" if args.seeds is None else ""
+        print(f"no plan {what} in {place}{'' if asked else more}")
     return 1 if conditions and not shown else code
 
 

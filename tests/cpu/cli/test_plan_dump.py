@@ -179,6 +179,7 @@ def test_what_ships_is_listed_when_it_is_asked_for(
     out = capsys.readouterr().out
     assert (code, seed.id[:12] in out) == (0 if listed or not argv else 1, listed)
     assert listed or out.startswith("no plan is in ")
+    assert ("--seeds lists those that ship" in out) == (not argv)
 
 
 def test_the_directory_is_that_of_the_settings_when_none_is_given(
