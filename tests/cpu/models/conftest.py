@@ -44,3 +44,4 @@ def _no_old_reports(_old_objects_frozen: None) -> None:
     if cg.reports():
         gc.unfreeze()
         gc.collect()
+        gc.freeze()
