@@ -21,7 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "alone: compares times, so it needs the GPU for itself")
+    config.addinivalue_line(
+        "markers", "alone: compares times or free memory, so it needs the GPU for itself"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

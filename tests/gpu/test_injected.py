@@ -222,6 +222,7 @@ def test_a_record_that_nobody_has_checked_serves_nobody(
     assert injected.attempts == 1, "not tried again"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("tune", ["heuristic", "autotune", "cached"])
 def test_what_a_plan_leaks_is_free_when_its_worker_ends(tune: Any, injected: Injected) -> None:
     """It is right, so it may be taken: in the user's process the plan is cuDNN's own."""
