@@ -41,6 +41,7 @@ class Settings:
     tune: Literal["heuristic", "autotune", "cached"]
     verify: Literal["isolated", "inprocess", "off"]
     kernels: bool
+    seeds: bool
     check: bool
 
     @classmethod
@@ -178,6 +179,16 @@ VARIABLES: tuple[Variable, ...] = (
         default_text="`1`",
         meaning="`0` generates no kernels for a policy that does not say: what cuDNN has no plan "
         "for runs as torch ops.",
+        parse=_flag,
+        default=lambda environ: True,
+    ),
+    Variable(
+        name="CUDNNGRAPH_SEEDS",
+        field="seeds",
+        type_text="`0`, `1`",
+        default_text="`1`",
+        meaning="`0` takes nothing from the records that ship with the package: a search begins "
+        "with nothing, as on a GPU that they say nothing of.",
         parse=_flag,
         default=lambda environ: True,
     ),

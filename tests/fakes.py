@@ -8,7 +8,6 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from cudnngraph.backend import env
 from cudnngraph.backend.candidates import Candidate, Outcome
 from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Choice, Verified
-from cudnngraph.cache import lookup, state
+from cudnngraph.cache import lookup
 from cudnngraph.cache.codec import env_components
 from cudnngraph.cache.state import STATE
 from cudnngraph.cache.stats import Counters
@@ -33,7 +32,6 @@ from cudnngraph.runtime.process import PROCESS
 from cudnngraph.select import guard, heuristic
 from cudnngraph.select.cost import Rates
 from plans_cache.record import PlanRecord, from_json
-from plans_cache.store import PlanStore
 
 H200 = EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, 1)
 
@@ -171,10 +169,10 @@ class World:
         monkeypatch.setenv("CUDNNGRAPH_CACHE_DIR", str(self.directory))
         monkeypatch.setenv("CUDNNGRAPH_VERIFY", "off")  # its plans compute nothing
         monkeypatch.setenv("CUDNNGRAPH_KERNELS", str(int(self.kernels)))
+        monkeypatch.setenv("CUDNNGRAPH_SEEDS", "0")
         monkeypatch.setattr(settings, "_from_environ", None)
         monkeypatch.setattr(STATE, "counters", Counters())
         monkeypatch.setattr(STATE, "stores", {})
-        monkeypatch.setattr(state, "PlanStore", partial(PlanStore, seeds=None))  # none that ship
         monkeypatch.setattr(STATE, "hooks", [])
         monkeypatch.setattr(lookup, "load", self.load)
         monkeypatch.setattr(lookup, "replay", self.replay)

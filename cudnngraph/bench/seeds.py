@@ -1,9 +1,10 @@
 """Graphs whose measured plans ship as seeds: layers of usual models, by batch and 16-bit dtype.
 
 On a GPU, these commands make the seeds of that GPU. The first one ends by itself, and goes on where
-it was if it is called again; a graph that has its plan is not measured again::
+it was if it is called again; a graph that has its plan is not measured again, nor one that a seed
+serves unless these are left out::
 
-    export CUDNNGRAPH_CACHE_DIR=seeds-cache
+    export CUDNNGRAPH_CACHE_DIR=seeds-cache CUDNNGRAPH_SEEDS=0
     cudnngraph tune --graphs cudnngraph/bench/seeds.py --jobs 4 --budget 360
     cudnngraph plans export --seeds plans_cache/seeds
 

@@ -65,7 +65,8 @@ DIED = "the process that launched it first did not come back from it"
 
 def store() -> PlanStore:
     """The store of the directory that the settings name."""
-    return STATE.store_of(settings.current().cache_dir)
+    now = settings.current()
+    return STATE.store_of(now.cache_dir, now.seeds)
 
 
 class Rejected:

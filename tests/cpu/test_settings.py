@@ -44,6 +44,7 @@ def test_defaults_follow_the_xdg_cache_home() -> None:
         tune="heuristic",
         verify="isolated",
         kernels=True,
+        seeds=True,
         check=False,
     )
 
@@ -78,6 +79,7 @@ def test_every_variable_is_read() -> None:
         "CUDNNGRAPH_TUNE": "Autotune",
         "CUDNNGRAPH_VERIFY": "InProcess",
         "CUDNNGRAPH_KERNELS": "0",
+        "CUDNNGRAPH_SEEDS": "0",
         "CUDNNGRAPH_CHECK": "1",
     }
     want = Settings(
@@ -87,6 +89,7 @@ def test_every_variable_is_read() -> None:
         tune="autotune",
         verify="inprocess",
         kernels=False,
+        seeds=False,
         check=True,
     )
     assert Settings.from_environ(environ) == want

@@ -12,7 +12,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import settings
-from cudnngraph.cache import lookup
+from cudnngraph.cache import lookup, state
 from cudnngraph.cache.state import STATE
 from cudnngraph.partition import analysis, cuts
 from cudnngraph.runtime.process import PROCESS
@@ -194,7 +194,7 @@ def test_a_stale_seed_is_replaced_once(world: World, tmp_path: Path) -> None:
 
     def new_process() -> None:
         PROCESS.programs.clear()
-        STATE.stores[world.directory] = PlanStore(world.directory, seeds=seeds)
+        STATE.stores[world.directory, False] = PlanStore(world.directory, seeds=seeds)
 
     new_process()
     second = compiled()
@@ -210,9 +210,24 @@ def test_a_seed_serves_where_the_directory_has_nothing(world: World, tmp_path: P
     seeds.mkdir()
     world.file().rename(seeds / world.file().name)
     cg.cache_clear()
-    STATE.stores[world.directory] = PlanStore(world.directory, seeds=seeds)
+    STATE.stores[world.directory, False] = PlanStore(world.directory, seeds=seeds)
     assert compiled().tier == "seed, replayed"
     assert cg.cache_stats().lookups == {"built": 1, "seed": 1}
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_setting_says_whether_what_ships_may_serve(
+    wanted: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled()
+    shipped = tmp_path / "seeds"
+    shipped.mkdir()
+    world.file().rename(shipped / world.file().name)
+    monkeypatch.setattr(state, "PACKAGED_SEEDS", shipped)
+    STATE.stores.clear()
+    cg.cache_clear()
+    with settings.override(seeds=wanted):
+        assert compiled().tier == ("seed, replayed" if wanted else "built")
 
 
 def test_a_damaged_record_is_a_miss_and_replaced(world: World) -> None:
