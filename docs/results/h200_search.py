@@ -2,8 +2,9 @@
 
     python docs/results/h200_search.py --out docs/results/h200-search.md
 
-Models of the zoo by name, in fp16 with random weights, one process each with an empty cache. The
-heuristic's form comes first, which the search begins with. Calls are CUDA graph replays, in turns.
+Models of the zoo by name, in fp16 with random weights, one process each with an empty cache, and
+without the choices that ship. The heuristic's form comes first, which the search begins with. Calls
+are CUDA graph replays, in turns.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def apart(name: str, limit_s: float) -> Found:
     """The same in a process of its own, with an empty cache; its last line of the log beside."""
     with tempfile.TemporaryDirectory() as folder:
         place = os.environ | {"CUDNNGRAPH_CACHE_DIR": folder, "CUDNNGRAPH_LOG": "INFO"}
+        place["CUDNNGRAPH_SEEDS"] = "0"
         words = [sys.executable, __file__, "--one", name]
         try:
             made = subprocess.run(

@@ -74,7 +74,7 @@ def measured(case: Case, exhaustive: bool) -> dict[str, object]:
     contenders |= {"heuristic": heuristic.bind(**tensors), "autotuned": tuned.bind(**tensors)}
     if exhaustive:
         cg.cache_clear()
-        with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)):
+        with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder), seeds=False):
             every, _ = compiled(case, tune="autotune", max_candidates=200, budget_s=100.0, **tf32)
         contenders["every plan"] = every.bind(**tensors)
     errors = {}
@@ -106,7 +106,7 @@ def repeated(case: Case) -> dict[str, object]:
     calls, searches = [], []
     for _ in range(5):
         cg.cache_clear()
-        with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)):
+        with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder), seeds=False):
             exe, seconds = compiled(case, tune="autotune")
         calls.append(exe.bind(**tensors))
         searches.append(seconds)
