@@ -15,6 +15,7 @@ from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, TensorSpec, is_dense
 from ..runtime.bound import CapturedCall
 from ..runtime.executable import Executable
 from .convert import Imported
+from .effects import NO_EFFECTS, Effects
 from .written import write
 
 MAX_SHAPES = 8
@@ -148,14 +149,20 @@ def cut_to(result: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
 class Direct:
     """A graph that reads the caller's tensors and writes new ones: it holds constants alone.
 
-    Its first results are new values of the tensors at the places ``written``.
+    Its first results are new values of the tensors at the places ``written``, its last ones what
+    ``effects`` read.
     """
 
     def __init__(
-        self, imported: Imported, executable: Executable | None, written: Sequence[int] = ()
+        self,
+        imported: Imported,
+        executable: Executable | None,
+        written: Sequence[int] = (),
+        effects: Effects = NO_EFFECTS,
     ) -> None:
         self.imported = imported
         self.executable = executable
+        self.effects = effects
         self.written = tuple(written)
         self.compared = False  # with eager
         self._inputs: list[tuple[int, TensorSpec] | torch.Tensor] = []  # by place, or constants
@@ -175,7 +182,8 @@ class Direct:
         return self.write(targets, results)
 
     def write(self, targets: Sequence[torch.Tensor], results: list[Any]) -> list[Any]:
-        """Write the first results into tensors, and return the others."""
+        """Write the first results into tensors when effects have run, and return the others."""
+        results = self.effects.split(results)
         write(targets, results[: len(targets)])
         return results[len(targets) :]
 

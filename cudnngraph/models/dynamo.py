@@ -22,7 +22,7 @@ from ..errors import CannotImport, GraphError, PolicyError
 from ..ops.meta import as_held
 from ..runtime import comparison, custom_ops
 from ..runtime.compile import compile, generates
-from . import again, report, saved, whole, written
+from . import again, effects, report, saved, whole, written
 from .bound import MAX_SHAPES, Direct
 from .convert import convert
 from .draws import Draw, take_out
@@ -207,6 +207,7 @@ class _Compiled:
     ) -> None:
         self._boxed_call = True  # as AOTAutograd asks, of the instance
         self._written = written.take_out(traced)
+        self._effects = effects.take_out(traced)
         self._lazy = _lazy_places(traced)
         self.traced, self._title = traced, title
         self._names, self._gradients = names, gradients
@@ -248,15 +249,13 @@ class _Compiled:
         """Make no results that the backward's inputs of these names would be and that it does not
         read."""
         results = _results(self.traced)
-        user = len(results) - sum(name.startswith(_SAVED) for name in self._named(len(results)))
         self._unread = tuple(
-            at
-            for at, each in enumerate(results)
-            if at >= user and getattr(each, "name", None) in unread
+            at for at in self._saved(self.traced) if getattr(results[at], "name", None) in unread
         )
 
     def _named(self, count: int) -> list[str]:
-        return self._names(count, self._written)
+        read = [f"number {at} that is checked" for at in range(self._effects.reads)]
+        return [*self._names(count - len(read), self._written), *read]
 
     def _returned(self, traced: torch.fx.GraphModule) -> list[int]:
         """The places of results that the user gets, behind those that are written."""
@@ -283,7 +282,7 @@ class _Compiled:
                     self._left_to_torch(args, f"over {self._max_shapes} shapes")
                 self._forms[form] = found
             if found is None:
-                results = self.traced(*self._as_traced(args))
+                results = self._effects.split(list(self.traced(*self._as_traced(args))))
                 written.write([args[at] for at in self._written], results[: len(self._written)])
                 return results[len(self._written) :]
             tensors = [
@@ -385,7 +384,7 @@ class _Compiled:
             if imported.spec is not None:
                 executable = compile(imported.spec, device, policy=self._policy)
             places = [tensors.index(names[at]) for at in self._written]
-            bound = Direct(imported, executable, places)
+            bound = Direct(imported, executable, places, self._effects)
             run = (
                 Replayed(bound, device, self._returned(traced)).run if self._replays else bound.run
             )

@@ -40,11 +40,13 @@ def write(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> No
     if not targets:
         return
     pairs: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for target, value in zip(targets, values, strict=True):
-        if target.is_conj() or target.is_neg():  # which no launch of several takes
-            target.copy_(value)
-            continue
-        pairs.setdefault((target.device, target.dtype, value.dtype), []).append((target, value))
-    with torch.inference_mode(any(target.is_inference() for target in targets)):
+    # torch.inference_mode(False) turns gradients on, with which no parameter may be written.
+    with torch.inference_mode(any(target.is_inference() for target in targets)), torch.no_grad():
+        for target, value in zip(targets, values, strict=True):
+            if target.is_conj() or target.is_neg():  # which no launch of several takes
+                target.copy_(value)
+                continue
+            kind = target.device, target.dtype, value.dtype
+            pairs.setdefault(kind, []).append((target, value))
         for several in pairs.values():
             torch._foreach_copy_([target for target, _ in several], [value for _, value in several])

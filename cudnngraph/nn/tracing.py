@@ -24,6 +24,8 @@ import torch
 from torch import fx, nn
 from torch.fx import _symbolic_trace
 
+from . import factories
+
 TENSOR, LIST, DEFAULT = "tensor", "list", "default"
 
 
@@ -78,8 +80,7 @@ def trace(
         with _as_if(root, running, training), _watched(tracer), _ambient():
             graph = tracer.trace(root)
     except Exception as error:
-        text = str(error).strip().splitlines()
-        said = text[0] if text else type(error).__name__
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if said.startswith("'len' is"):
             raise Untraceable("takes the length of a tensor or shape") from None
         raise Untraceable(f"cannot be traced: {said}") from None
@@ -216,9 +217,8 @@ class _Tracer(fx.Tracer):
         ]
 
         def call(module: nn.Module) -> Any:
-            first = [named[name] for name in only]
             rest = {name: value for name, value in named.items() if name not in only}
-            return root_fn(module, *first, **rest)
+            return root_fn(module, *(named[name] for name in only), **rest)
 
         return call, [self.root]
 
@@ -300,7 +300,7 @@ def _ambient() -> Iterator[None]:
     try:
         for kind in before:
             torch.set_autocast_enabled(kind, True)
-        with torch.enable_grad(), _calls_of_fx_wrapped():
+        with torch.enable_grad(), _calls_of_fx_wrapped(), factories.from_python():
             yield
     finally:
         for kind, enabled in before.items():

@@ -126,9 +126,33 @@ def run(attrs: Mapping[str, Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def forms(attrs: Mapping[str, Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """The same on meta tensors."""
+    """The same on meta tensors; on fake ones of the CPU, as torch.compile does, if the op has no
+    kernel for those."""
+    op = overload(attrs["overload"])
     with torch.no_grad():
-        return call(partial(form_of, overload(attrs["overload"])), attrs, tensors)
+        try:
+            return call(partial(form_of, op), attrs, tensors)
+        except NotImplementedError as error:
+            try:
+                return _on_fakes(op, attrs, tensors)
+            except Exception:
+                raise error from None
+
+
+def _on_fakes(op: Any, attrs: Mapping[str, Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    def on(device: str, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+    with FakeTensorMode():
+        given = [on("cpu", x) for x in tensors]
+        if not all(isinstance(x, FakeTensor) for x in given):
+            raise NotImplementedError("modes of torch are off here")
+        made = call(op, attrs, given)
+    return tuple(on("meta", x) for x in made)
 
 
 @lru_cache(maxsize=1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...graph.value import Value
+from ...ops.base import LOW_PRECISION
 from ...ops.pointwise import SOFTPLUS_THRESHOLD
 from .base import Arguments, Rule, Skip
 
@@ -38,9 +39,10 @@ def _tanh(c: Importer, a: Arguments) -> Value:
 
 
 def _threshold(c: Importer, a: Arguments) -> Value:
-    if a["threshold"] != 0:
-        raise Skip
-    return c.g.relu_backward(*_operands(c, a))
+    dy, x = _operands(c, a)
+    if a["threshold"] == 0:
+        return c.g.relu_backward(dy, x)
+    return c.g.where(c.g.gt(x, float(a["threshold"])), dy, 0.0)
 
 
 def _leaky_relu(c: Importer, a: Arguments) -> Value:
@@ -68,12 +70,15 @@ def _hardswish(c: Importer, a: Arguments) -> Value:
 
 
 def _elu(c: Importer, a: Arguments) -> Value:
-    if a["scale"] != 1 or a["input_scale"] != 1:
+    scale = float(a["scale"])
+    if a["input_scale"] != 1:
         raise Skip
     dy, x = _operands(c, a)
-    alpha = float(a["alpha"])
+    if scale != 1 and not c.kernels and x.dtype in LOW_PRECISION:
+        raise Skip  # which torch rounds once
+    alpha = float(a["alpha"]) * scale
     slope = c.g.add(x, alpha) if a["is_result"] else c.g.mul(c.g.exp(x), alpha)
-    return c.g.where(c.g.gt(x, 0.0), dy, c.g.mul(dy, slope))
+    return c.g.where(c.g.gt(x, 0.0), dy if scale == 1 else c.g.mul(dy, scale), c.g.mul(dy, slope))
 
 
 def _softplus(c: Importer, a: Arguments) -> Value:

@@ -157,6 +157,15 @@ def _slice_scatter(c: Importer, a: Arguments) -> Value:
     return c.g.reshape(_put(c, apart, source, dim + 1, taken.start), x.shape)
 
 
+def _select_scatter(c: Importer, a: Arguments) -> Value:
+    x, source = c.value(a["self"]), c.value(a["src"])
+    dim = a["dim"] % len(x.shape)
+    if source.dtype != x.dtype:
+        raise Skip
+    source = c.g.reshape(source, (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+    return _put(c, x, source, dim, a["index"] % x.shape[dim])
+
+
 def _put(c: Importer, x: Value, source: Value, dim: int, start: int) -> Value:
     """x with another tensor in the place of a part of it."""
     size, parts, end = x.shape[dim], [source], start + source.shape[dim]
@@ -189,6 +198,7 @@ RULES: dict[str, Rule] = {
     **{f"replication_pad{rank}d": _replication_pad for rank in (1, 2, 3)},
     **{f"replication_pad{rank}d_backward": _replication_backward for rank in (1, 2, 3)},
     "slice_scatter": _slice_scatter,
+    "select_scatter": _select_scatter,
     "tril": _triangle(False),
     "triu": _triangle(True),
 }

@@ -58,8 +58,17 @@ def _matmul(c: Importer, a: Arguments) -> Value:
     return _product(c, c.value(a["self"]), c.value(other))
 
 
+def _of_vector(c: Importer, a: Arguments) -> Value:
+    """A matrix times a vector, or one vector times another, as a product of two matrices."""
+    x, y = c.value(a["self"]), c.value(next(a[n] for n in ("vec", "tensor", "other") if n in a))
+    rows = x if len(x.shape) == 2 else c.g.reshape(x, (1, *x.shape))
+    made = c.g.matmul(rows, c.g.reshape(y, (*y.shape, 1)))
+    return c.g.reshape(made, tuple(x.shape[:-1]))
+
+
 RULES: dict[str, Rule] = {
     "linear": _linear,
     "addmm": _addmm,
     **dict.fromkeys(("mm", "bmm", "matmul"), _matmul),
+    **dict.fromkeys(("mv", "dot", "vdot"), _of_vector),
 }

@@ -106,11 +106,18 @@ def _huber_slope(c: Importer, x: Value, a: Arguments) -> Value:
 
 
 def _of_logits(c: Importer, a: Arguments) -> Value:
-    """(1 - target) * x + log(1 + exp(-x))."""
+    """(1 - target) * x + log(1 + exp(-x)), the logarithm 1 + (p - 1) * target times with a weight p
+    of what is true; all of it times another weight."""
     x, target = _pair(c, a)
-    if a.get("weight") is not None or a.get("pos_weight") is not None:
-        raise Skip
-    each = c.g.add(c.g.mul(c.g.sub(1.0, target), x), c.g.softplus(c.g.neg(x)))
+    loss = c.g.softplus(c.g.neg(x))
+    weight, positive = (a.get(name) for name in ("weight", "pos_weight"))
+    if positive is not None:
+        loss = c.g.mul(
+            c.g.add(c.g.mul(c.g.sub(c.value(positive), 1.0), target), 1.0),
+            loss,
+        )
+    each = c.g.add(c.g.mul(c.g.sub(1.0, target), x), loss)
+    each = each if weight is None else c.g.mul(each, c.value(weight))
     return _reduced(c, each, a.get("reduction", 1))
 
 

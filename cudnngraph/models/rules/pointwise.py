@@ -117,9 +117,20 @@ def _gelu(c: Importer, a: Arguments) -> Value:
 
 
 def _elu(c: Importer, a: Arguments) -> Value:
-    if a["scale"] != 1 or a["input_scale"] != 1:
+    scale = float(a["scale"])
+    if a["input_scale"] != 1:
         raise Skip
-    return c.g.elu(c.value(a["self"]), float(a["alpha"]))
+    x = c.value(a["self"])
+    if scale != 1 and not c.kernels and x.dtype in LOW_PRECISION:
+        raise Skip  # which torch rounds once
+    y = c.g.elu(x, float(a["alpha"]))
+    return y if scale == 1 else c.g.mul(y, scale)
+
+
+def _threshold(c: Importer, a: Arguments) -> Value:
+    x = c.value(a["self"])
+    number = torch.full((), float(a["value"]), dtype=x.dtype, device=c.device)
+    return c.g.where(c.g.gt(x, float(a["threshold"])), x, c.constant(number, "value"))
 
 
 def _celu(c: Importer, a: Arguments) -> Value:
@@ -137,7 +148,9 @@ def _softplus(c: Importer, a: Arguments) -> Value:
 def _clamp(c: Importer, a: Arguments) -> Value:
     low, high = a.get("min", a.get("min_val")), a.get("max", a.get("max_val"))
     if any(isinstance(each, (torch.Tensor, Value)) for each in (low, high)):
-        raise Skip
+        x = c.value(a["self"])
+        x = x if low is None else c.g.maximum(x, c.value(low))
+        return x if high is None else c.g.minimum(x, c.value(high))
     low = None if low is None or low == -math.inf else float(low)
     high = None if high is None or high == math.inf else float(high)
     x = c.value(a["self"])
@@ -159,6 +172,7 @@ RULES: dict[str, Rule] = {
     "celu": _celu,
     "leaky_relu": _unary("leaky_relu", "negative_slope"),
     "softplus": _softplus,
+    "threshold": _threshold,
     **dict.fromkeys(("clamp", "hardtanh", "clamp_min", "clamp_max"), _clamp),
     "add": _add,
     **{name: _two(name) for name in ("sub", "minimum", "maximum")},

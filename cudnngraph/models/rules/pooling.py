@@ -61,15 +61,71 @@ def _largest(mode: str) -> Rule:
     return rule
 
 
-def _vector_norm(c: Importer, a: Arguments) -> Value:
-    x = given = c.value(a["self"])
-    if a["ord"] != 2 or a["dtype"] is not None or (x.dtype in LOW_PRECISION and not c.kernels):
+def _wide(c: Importer, a: Arguments) -> tuple[Value, tuple[int, ...] | None]:
+    """The operand of a reduction in the dtype that torch computes it in, and its dims, None for
+    all."""
+    x, dims = c.value(a["self"]), a.get("dim")
+    if a.get("dtype") is not None or x.dtype not in FLOATS:
         raise Skip
-    dims = None if a["dim"] is None else tuple(spread(a["dim"], 1))
-    if given.dtype in LOW_PRECISION:
+    if x.dtype in LOW_PRECISION:
+        if not c.kernels:
+            raise Skip  # torch's own is one kernel, which rounds once
         x = c.g.cast(x, torch.float32)
-    y = c.g.sqrt(c.g.reduction(c.g.mul(x, x), dims, "sum", bool(a["keepdim"])))
-    return y if y.dtype == given.dtype else c.g.cast(y, given.dtype)
+    return x, None if dims is None or dims == [] else tuple(spread(dims, 1))
+
+
+def _narrowed(c: Importer, a: Arguments, y: Value) -> Value:
+    """A result in the dtype of the operand."""
+    dtype = c.value(a["self"]).dtype
+    return y if y.dtype == dtype else c.g.cast(y, dtype)
+
+
+def _vector_norm(c: Importer, a: Arguments) -> Value:
+    """The norm of order 1, 2 or infinity."""
+    order = a["ord"] if "ord" in a else a.get("p")
+    x, dims = _wide(c, a)
+    keepdim = bool(a.get("keepdim", False))
+    if order in (2, None):
+        y = c.g.sqrt(c.g.reduction(c.g.mul(x, x), dims, "sum", keepdim))
+    elif order in (1, math.inf):
+        y = c.g.reduction(c.g.abs(x), dims, "sum" if order == 1 else "max", keepdim)
+    else:
+        raise Skip
+    return _narrowed(c, a, y)
+
+
+def _spread_of(root: bool) -> Rule:
+    """The variance, or its root: the squares of what is off the mean, n - correction of them."""
+
+    def rule(c: Importer, a: Arguments) -> Value:
+        x, dims = _wide(c, a)
+        if not c.kernels:
+            raise Skip  # torch's own is one kernel
+        correction = a.get("correction", 1)
+        over = range(len(x.shape)) if dims is None else dims
+        terms = math.prod(x.shape[dim] for dim in over) - (1 if correction is None else correction)
+        if terms <= 0:
+            raise Skip  # no number, as torch has it
+        off = c.g.sub(x, c.g.reduction(x, dims, "mean", True))
+        squares = c.g.reduction(c.g.mul(off, off), dims, "sum", bool(a.get("keepdim", False)))
+        y = c.g.mul(squares, 1.0 / terms)
+        return _narrowed(c, a, c.g.sqrt(y) if root else y)
+
+    return rule
+
+
+def _logsumexp(c: Importer, a: Arguments) -> Value:
+    """m + log(sum(exp(x - m))) with the maximum m of x, 0 in place of one that is infinite."""
+    x, dims = _wide(c, a)
+    if dims is None or 0 in x.shape or not c.kernels:
+        raise Skip
+    most = c.g.reduction(x, dims, "max", True)
+    infinite = torch.full((), math.inf, dtype=x.dtype, device=c.device)
+    finite = c.g.lt(c.g.abs(most), c.constant(infinite, "infinite"))
+    most = c.g.where(finite, most, 0.0)
+    total = c.g.reduction(c.g.exp(c.g.sub(x, most)), dims, "sum", True)
+    y = c.g.add(c.g.log(total), most)
+    return _narrowed(c, a, c.g.reshape(y, tuple(c.node.meta["val"].shape)))
 
 
 def _of_images(x: Value, dims: Sequence[int] | None) -> bool:
@@ -333,7 +389,10 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
     "mean": _reduced("mean"),
     "sum": _reduced("sum"),
-    "linalg_vector_norm": _vector_norm,
+    **dict.fromkeys(("linalg_vector_norm", "norm"), _vector_norm),
+    "var": _spread_of(root=False),
+    "std": _spread_of(root=True),
+    **dict.fromkeys(("logsumexp", "special_logsumexp"), _logsumexp),
     "amax": _reduced("max"),
     "max": _largest("max"),
     "min": _largest("min"),

@@ -33,6 +33,7 @@ def _new_compiler(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 CLASSES = torch.tensor([0, 5, 2, 2, 6, 1])
 PIXELS = (torch.arange(2 * 5 * 3) % 4).view(2, 5, 3)
 REDUCTIONS = ("mean", "sum", "none")
+WEIGHTS, TARGET = torch.linspace(0.5, 1.5, 7), torch.linspace(0, 1, 42).view(6, 7)
 PAIR: Shapes = ((6, 7), (6, 7))
 IMAGE: Shapes = ((2, 4, 6, 5),)
 
@@ -85,6 +86,7 @@ ARRANGED: dict[str, tuple[Function, Shapes]] = {
     "shuffled channels": (lambda x: F.channel_shuffle(x.tanh(), 2), IMAGE),
     "lower triangle": (lambda x: x.tanh().tril(-1), ((2, 5, 7),)),
     "upper triangle": (lambda x: x.tanh().triu(1), ((2, 5, 7),)),
+    "scattered rows": (lambda x, y: x.tanh().select_scatter(y.exp(), 1, -2), ((3, 7), (3,))),
     "scattered slices": (lambda x, y: x.tanh().slice_scatter(y.exp(), 1, 2, 5), ((3, 7), (3, 3))),
 }
 COMPUTED: dict[str, tuple[Function, Shapes]] = {
@@ -102,6 +104,29 @@ COMPUTED: dict[str, tuple[Function, Shapes]] = {
         lambda x, y, z: torch.baddbmm(x, y, z, beta=0.5, alpha=0.3),
         ((2, 3, 5), (2, 3, 4), (2, 4, 5)),
     ),
+    "a vector and a matrix": (lambda w, x: w.tanh() @ x, ((3, 5), (5,))),
+    "two vectors": (lambda x, y: x.tanh().dot(y) + torch.vdot(x, y.exp()), ((5,), (5,))),
+    "variances": (
+        lambda x: x.var((1, 3)) + x.var() + x.exp().var((1, 3), correction=0),
+        ((3, 4, 2, 5),),
+    ),
+    "deviations": (lambda x: x / (x.std(-1, keepdim=True) + 0.1), ((3, 4, 5),)),
+    "logarithms of sums": (lambda x: (3 * x).logsumexp(1) + x.logsumexp((0, 1)), PAIR[:1]),
+    "distances": (
+        lambda x, y: F.pairwise_distance(x, y) + F.pairwise_distance(x, y, p=1),
+        PAIR,
+    ),
+    "cosines": (F.cosine_similarity, PAIR),
+    "norms": (lambda x: x.norm(1, -1) * x.norm(2, -1), PAIR[:1]),
+    "within bounds": (lambda x, y, z: torch.clamp(x, y - 1, z + 1), PAIR + PAIR[:1]),
+    "least values": (lambda x: F.threshold(x.tanh(), 0.2, -3.0), PAIR[:1]),
+    "selu": (lambda x: F.selu(x) + F.elu(x, 0.7), PAIR[:1]),
+    "weighted logits": (
+        lambda x: F.binary_cross_entropy_with_logits(
+            *(x, TARGET.to(x.dtype), WEIGHTS.to(x.dtype)), pos_weight=1 / WEIGHTS.to(x.dtype)
+        ),
+        PAIR[:1],
+    ),
     "instances alone": (lambda x: F.instance_norm(x), IMAGE),
     "largest of parts": (lambda x: F.adaptive_max_pool2d(x.tanh(), (4, 2)), IMAGE),
     "largest of lines": (lambda x: F.adaptive_max_pool1d(x.tanh(), 3), ((2, 3, 7),)),
@@ -115,6 +140,18 @@ def test_nothing_of_it_is_left_to_torch(name: str) -> None:
     function, shapes = CASES[name]
     torch.manual_seed(0)
     assert alike(function, *(torch.randn(shape) for shape in shapes), policy=GENERATES) == []
+
+
+def test_sums_of_exponentials_may_be_of_infinities() -> None:
+    rows = torch.tensor([[1.0, -torch.inf], [-torch.inf] * 2, [torch.inf, 1.0]])
+    run = compiled(
+        lambda x: (x.logsumexp(1), x.norm(torch.inf), x.norm(torch.inf, 0)), policy=GENERATES
+    )
+    found = run(rows)
+    assert left_to_torch() == []
+    wanted = rows.logsumexp(1), rows.norm(torch.inf), rows.norm(torch.inf, 0)
+    for mine, torchs in zip(found, wanted, strict=True):
+        assert torch.equal(mine, torchs)
 
 
 @pytest.mark.parametrize("name", ARRANGED)

@@ -665,3 +665,31 @@ def test_a_garbage_collection_while_a_forward_is_traced_is_no_part_of_it() -> No
         "swapped 0, 1, 2 (Conv2d → BatchNorm2d → ReLU)"
     ]
     assert gc.isenabled() and not report.left
+
+
+def test_a_forward_that_makes_tensors_of_a_size_it_is_given_is_traced() -> None:
+    """The size is traced as what may be a tensor, which torch's C functions must not believe."""
+
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Conv2d(2, 4, 1)
+
+        def forward(self, size: tuple[int, ...]) -> Tensor:
+            ones = torch.ones(size).to(self.project.weight.dtype)
+            return self.project(torch.stack([ones.cumsum(1), ones.cumsum(2)], 1))
+
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.act, self.places = nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), Places()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.act(self.conv(x))
+            return y + self.places((x.shape[0], x.shape[2], x.shape[3]))
+
+    real = torch.ones
+    theirs, ours, lines = replaced(Placed())
+    assert torch.ones is real
+    assert lines[0] == "swapped conv, act (Conv2d → ReLU)"
+    same(theirs, ours, image())

@@ -1,0 +1,76 @@
+"""What training loops do around a compiled model, and within one: as torch does it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests import numerics
+from tests.fused import compiled
+from tests.models import image
+from tests.training import alike, left_to_torch
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_step_of_an_optimizer_writes_parameters(foreach: bool) -> None:
+    """They require a gradient, and are leaves."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    own = copy.deepcopy(model)
+    data = image(5, 4)
+    for each, make in ((model, compiled), (own, lambda step: step)):
+        options = {"momentum": 0.9, "foreach": foreach}
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, **options)
+        step = make(lambda optimizer=optimizer: optimizer.step())
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.mse_loss(each(data), data[:, :2]).backward()
+            step()
+        if make is compiled:
+            assert all(name.startswith("aten._foreach_") for name in left_to_torch())
+    for mine, torchs in zip(model.parameters(), own.parameters(), strict=True):
+        assert mine.requires_grad and mine.is_leaf
+        numerics.check(mine.detach(), torchs.detach().double(), torch.float32, terms=64)
+
+
+def test_a_check_of_a_matrix_raises_its_error_and_nothing_is_written() -> None:
+    """torch.linalg checks what a factorization says of itself: a call that gives nothing."""
+
+    class Whitened(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.seen = nn.Buffer(torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.add_(1.0)
+            factor = torch.linalg.cholesky(self.scale * (x.mT @ x))
+            return x @ torch.linalg.inv(factor)
+
+    model = Whitened()
+    run = compiled(model)
+    data = image(6, 3)
+    found = run(data)
+    found.square().sum().backward()
+    own = Whitened()
+    wanted = own(data)
+    wanted.square().sum().backward()
+    assert "aten.linalg_cholesky_ex.default" in left_to_torch()
+    numerics.check(found.detach(), wanted.detach().double(), torch.float32, terms=2048)
+    numerics.check(model.scale.grad, own.scale.grad.double(), torch.float32, terms=2048)
+    with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
+        run(torch.zeros(6, 3))
+    assert float(model.seen) == 1.0
+
+
+def test_an_op_without_a_kernel_for_tensors_without_memory_is_a_step_of_torch() -> None:
+    """Quantization in training has none; torch.compile runs its own on zeros."""
+
+    def quantized(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, torch.fake_quantize_per_tensor_affine(weight, 0.05, 0, -128, 127))
+
+    left = alike(quantized, image(5, 4), image(3, 4))
+    assert "aten.fake_quantize_per_tensor_affine_cachemask.default" in left
