@@ -184,6 +184,9 @@ def _of_groups(c: Importer, statistic: Value, groups: int) -> Value:
 def _rms_norm(c: Importer, a: Arguments) -> Value:
     x = c.value(a["input"])
     eps = forms.default_eps(x.dtype) if a["eps"] is None else float(a["eps"])
+    weight = a["weight"]
+    if isinstance(weight, torch.Tensor) and torch.promote_types(weight.dtype, x.dtype) == x.dtype:
+        a = {**a, "weight": weight.to(x.dtype)}
     return c.g.rms_norm(x, norm_weight(c, a), eps=eps)  # type: ignore[no-any-return]
 
 
