@@ -175,6 +175,22 @@ def test_a_group_norm_by_what_the_model_computes_is_ours() -> None:
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_an_instance_norm_is_ours(affine: bool, channels_last: bool) -> None:
+    norm = nn.InstanceNorm2d(8, affine=affine)
+    if affine:
+        norm.weight.data, norm.bias.data = image(8), image(1, 8)[0]
+    imported = check(norm, image(2, 8, 6, 5), channels_last=channels_last, terms=30)
+    assert ops(imported.spec) == ["instance_norm"]
+
+
+def test_an_instance_norm_by_running_statistics_is_torchs() -> None:
+    norm = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
+    norm.running_mean, norm.running_var = image(8), image(8).abs() + 0.5
+    assert ops(check(norm, image(2, 8, 6, 5)).spec) == ["aten"]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_ops_on_shapes_become_ours(name: str, channels_last: bool) -> None:
     function, shape = SHAPES[name]
