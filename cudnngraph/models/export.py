@@ -191,10 +191,8 @@ def by_torch(
             program = torch.export.export(model, tuple(args), dict(kwargs or {}), strict=False)
             program = program.run_decompositions({})
     except Exception as error:
-        if "data-dependent" in str(error):
-            raise CannotImport(f"{name} {asks(str(error))}") from error
-        if asked:
-            raise CannotImport(f"{name} {asks(asked[-1])}") from error
+        if asked or "data-dependent" in str(error):  # torch says where numbers are used
+            raise CannotImport(f"{name} {asks(asked[-1] if asked else str(error))}") from error
         raise CannotImport(f"{name} cannot be exported: {_export_failure(error)}") from error
     if changes.arguments:
         raise CannotImport(f"{name} changes its arguments, which a graph does not")

@@ -359,7 +359,9 @@ class Fused(StandIn):
                 form = make(self.unfused, call, inputs, self._options, ahead)
         except CannotImport as error:
             mend = self._mend(call)
-            raise (CannotImport(f"{error} ({mend})") if mend else error) from error
+            if not mend:
+                raise
+            raise CannotImport(f"{error} ({mend})") from error
         if self.report is None:
             self.report = form.report
         if not form.folds:  # nor in those to come

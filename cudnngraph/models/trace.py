@@ -64,6 +64,10 @@ _OF_MEMORY: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name)
     for name in ("data_ptr", "storage", "_typed_storage", "untyped_storage")
 )
+#: What makes Python's or numpy's numbers of a tensor.
+_TO_NUMBERS: frozenset[Any] = frozenset(
+    getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__")
+)
 #: Reshapes that strides may forbid.
 _OF_STRIDES: frozenset[Any] = frozenset((_aten.view.default, _aten._unsafe_view.default))
 _NORMS: frozenset[Any] = frozenset({F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm})
@@ -278,6 +282,8 @@ class Traced:
         """Record a call from Python: an op of :data:`ATOMIC`, or more calls."""
         if function in _OF_MEMORY:
             raise Untraceable(f"it asks for {function.__name__}")
+        if function in _TO_NUMBERS and isinstance(args[0], MetaTensor):
+            raise Asks(function.__name__, _line())
         name = _FUNCTIONS.get(function)
         plain = not torch.is_grad_enabled() and not _casts()
         if function is torch.einsum and plain and (pair := _product(*args, **kwargs)) is not None:

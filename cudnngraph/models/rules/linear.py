@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...graph.value import Value
+from ...ops.checks import broadcast_shapes
 from .attention import written
 from .base import Arguments, Rule, Skip
 
@@ -26,16 +27,21 @@ _MOST_DIMS = 4  # of an operand of a product
 
 
 def _product(c: Importer, x: Value, y: Value) -> Value:
-    """x @ y, with the dims in front of more than four as one."""
+    """x @ y, with the dims in front of more than four as one; a tensor that does not have all of
+    them is repeated, as torch does."""
     if max(len(x.shape), len(y.shape)) <= _MOST_DIMS:
         return c.g.matmul(x, y)
-    made = (*x.shape[:-1], y.shape[-1])
+    if min(len(x.shape), len(y.shape)) < 2:
+        raise Skip
+    batch = broadcast_shapes([x.shape[:-2], y.shape[:-2]])
+    made = (*batch, x.shape[-2], y.shape[-1])
     if len(y.shape) == 2:
         x = c.g.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
-    elif x.shape[:-2] == y.shape[:-2]:
-        x, y = (c.g.reshape(z, (math.prod(z.shape[:-2]), *z.shape[-2:])) for z in (x, y))
     else:
-        raise Skip
+        whole = (
+            z if z.shape[:-2] == batch else c.g.expand(z, (*batch, *z.shape[-2:])) for z in (x, y)
+        )
+        x, y = (c.g.reshape(z, (math.prod(batch), *z.shape[-2:])) for z in whole)
     return c.g.reshape(c.g.matmul(x, y), made)
 
 

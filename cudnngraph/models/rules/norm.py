@@ -174,6 +174,15 @@ def _group_norm(c: Importer, a: Arguments) -> Any:
     return (y, *statistics) if many else y
 
 
+def _instance_norm(c: Importer, a: Arguments) -> Value:
+    """An instance norm by its input's own statistics; by running ones it is torch's."""
+    weight, bias = (None if a[name] is None else c.value(a[name]) for name in ("weight", "bias"))
+    if not a["use_input_stats"] or (weight is None) != (bias is None):
+        raise Skip
+    x = c.value(a["input"])
+    return c.g.instance_norm(x, weight, bias, eps=float(a["eps"]))  # type: ignore[no-any-return]
+
+
 def _of_groups(c: Importer, statistic: Value, groups: int) -> Value:
     """(images, groups) of what all channels of a group have."""
     images, channels = statistic.shape[:2]
@@ -184,6 +193,9 @@ def _of_groups(c: Importer, statistic: Value, groups: int) -> Value:
 def _rms_norm(c: Importer, a: Arguments) -> Value:
     x = c.value(a["input"])
     eps = forms.default_eps(x.dtype) if a["eps"] is None else float(a["eps"])
+    weight = a["weight"]
+    if isinstance(weight, torch.Tensor) and torch.promote_types(weight.dtype, x.dtype) == x.dtype:
+        a = {**a, "weight": weight.to(x.dtype)}
     return c.g.rms_norm(x, norm_weight(c, a), eps=eps)  # type: ignore[no-any-return]
 
 
@@ -198,6 +210,7 @@ def norm_weight(c: Importer, a: Arguments) -> Value:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(OF_BATCHES, _batch_norm),
     **dict.fromkeys(("group_norm", "native_group_norm"), _group_norm),
+    "instance_norm": _instance_norm,
     "layer_norm": _layer_norm,
     "native_layer_norm": _layer_norm,
     "rms_norm": _rms_norm,

@@ -267,9 +267,13 @@ def _expand(c: Importer, a: Arguments) -> Value:
 
 
 def _copy(c: Importer, a: Arguments) -> Value:
-    """What is written over all of a tensor."""
-    x, seen = c.value(a["src"]), c.node.meta["val"]
-    shape = tuple(seen.shape)
+    """What is written over all of a tensor, in the dtype of that."""
+    x, shape = c.value(a["src"]), tuple(c.node.meta["val"].shape)
+    dtype = first(a).dtype
+    if x.dtype != dtype:
+        if not c.kernels or x.dtype not in FLOATS or dtype not in FLOATS:
+            raise Skip
+        x = c.g.cast(x, dtype)
     return x if x.shape == shape else c.g.expand(x, shape)
 
 
@@ -319,6 +323,13 @@ def _select(c: Importer, a: Arguments) -> Value:
     return c.g.reshape(part(c, x, dim, index, index + 1), (*x.shape[:dim], *x.shape[dim + 1 :]))
 
 
+def last_pair(c: Importer, x: Value) -> tuple[Value, Value]:
+    """The first and the second elements of pairs (..., 2), each (...)."""
+    dim = len(x.shape) - 1
+    first, second = (c.g.reshape(part(c, x, dim, at, at + 1), x.shape[:-1]) for at in (0, 1))
+    return first, second
+
+
 def _split(c: Importer, a: Arguments) -> tuple[Value, ...]:
     x, made, start = c.value(a["self"]), [], 0
     dim = a["dim"] % len(x.shape)
@@ -326,6 +337,30 @@ def _split(c: Importer, a: Arguments) -> tuple[Value, ...]:
         made.append(part(c, x, dim, start, start + seen.shape[dim]))
         start += seen.shape[dim]
     return tuple(made)
+
+
+def _unfold(c: Importer, a: Arguments) -> Value:
+    """Windows along a dim, each a last dim: dims taken apart if the windows lie side by side, else
+    a choice of elements, which a generated kernel makes as it reads."""
+    x, size, step = c.value(a["self"]), a["size"], a["step"]
+    if not x.shape:
+        raise Skip
+    dim = a["dimension"] % len(x.shape)
+    before, behind = x.shape[:dim], x.shape[dim + 1 :]
+    count = (x.shape[dim] - size) // step + 1
+    if size == step:
+        taken = part(c, x, dim, 0, count * size)
+    elif c.kernels and size:
+        places = (torch.arange(count).view(-1, 1) * step + torch.arange(size)).flatten()
+        given = [x, c.constant(places.to(c.device), "places")]
+        arguments = (("tensor", 0), dim, ("tensor", 1))
+        taken = c.g.aten(given, "aten.index_select.default", arguments)
+    else:
+        raise Skip
+    apart = c.g.reshape(taken, (*before, count, size, *behind))
+    rank = len(x.shape) + 1
+    kept = [place for place in range(rank) if place != dim + 1]
+    return c.g.permute(apart, (*kept, dim + 1))
 
 
 def _unbind(c: Importer, a: Arguments) -> tuple[Value, ...]:
@@ -366,6 +401,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"), _split),
     **dict.fromkeys(("split_copy", "split_with_sizes_copy"), _split),
     **dict.fromkeys(("unbind", "unbind_copy"), _unbind),
+    **dict.fromkeys(("unfold", "unfold_copy"), _unfold),
     **dict.fromkeys(("as_strided", "as_strided_copy"), _as_strided),
     "as_strided_scatter": _as_strided_scatter,
     "slice_backward": _slice_backward,

@@ -11,6 +11,7 @@ from . import (
     arithmetic,
     arrange,
     attention,
+    complex_products,
     conv,
     experts,
     gradients,
@@ -25,7 +26,7 @@ from .base import Rule
 
 _PARTS = (
     *(conv, norm, pointwise, activations, linear, attention, shape, pooling, gradients),
-    *(arithmetic, arrange, losses, experts),
+    *(arithmetic, arrange, losses, experts, complex_products),
 )
 
 #: ATen op → how it is said here. What has no rule, or whose rule does not apply, stays torch's own.

@@ -3,6 +3,7 @@ what memory holds, and sparse gradients."""
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import cudnngraph as cg
 from cudnngraph.models import dynamo
 from tests import numerics
 from tests.fused import compiled
+from tests.models import Of
 from tests.training import alike
 
 Tensor = torch.Tensor
@@ -148,6 +150,47 @@ def test_constants_of_one_memory_are_told_apart() -> None:
     model, x = Held().eval(), torch.randn(4, 4)
     for made, wanted in zip(cg.fuse(model, x)(x), model(x), strict=True):
         assert torch.equal(made, wanted.resolve_conj())
+
+
+class Rotates(nn.Module):
+    """A rotary embedding as a product of complex numbers; ``conj`` turns the other way."""
+
+    def __init__(self, *, conj: bool = False, of_inputs: bool = False) -> None:
+        super().__init__()
+        self.conj, self.of_inputs = conj, of_inputs
+        self.register_buffer("angles", torch.randn(5, 4))
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        """(N, 5, heads, 8), (5,) → (N, 5, heads, 8)."""
+        angles = self.angles * places[:, None] if self.of_inputs else self.angles
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        turn = turn.conj() if self.conj else turn
+        z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(turn * z).flatten(3)
+
+
+@pytest.mark.parametrize("conj", [False, True])
+@pytest.mark.parametrize("of_inputs", [False, True])
+def test_rotations_are_real_products(conj: bool, of_inputs: bool) -> None:
+    torch.manual_seed(0)
+    model = Rotates(conj=conj, of_inputs=of_inputs).eval()
+    given = torch.randn(2, 5, 3, 8), torch.randn(5)
+    fused = cg.fuse(model, given)
+    assert fused.report is not None
+    left = {name for name, _ in fused.report.opaque}
+    assert left <= ({"aten.polar.default", "aten._conj.default"} if of_inputs else set())
+    exact = copy.deepcopy(model).double()(*(x.double() for x in given))
+    numerics.check(fused(*given), exact, torch.float32, model(*given), terms=2)
+
+
+def test_a_complex_product_that_is_read_twice_is_torchs() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        z = torch.view_as_complex(x) * (1 + 2j)
+        y: Tensor = torch.view_as_real(z) + z.abs()[..., None]
+        return y
+
+    model, x = Of(function).eval(), torch.randn(3, 4, 2)
+    numerics.check(cg.fuse(model, x)(x), model(x.double()), torch.float32, model(x), terms=2)
 
 
 def test_sparse_gradients_are_torchs() -> None:

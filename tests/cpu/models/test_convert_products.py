@@ -97,7 +97,13 @@ FORMS: Mapping[str, tuple[Callable[..., Any], tuple[int, ...], set[str], set[str
         {"matmul"},
         {"aten"},
     ),
-    "spread batches": (lambda m, x: x @ x[:, :1].mT, (2, 2, 3, 5, 8), {"aten"}, {"matmul"}),
+    "spread batches": (lambda m, x: x @ x[:, :1].mT, (2, 2, 3, 5, 8), {"matmul"}, {"aten"}),
+    "both spread": (
+        lambda m, x: x[:, :1] @ x[0, :, :1].transpose(-1, -2),
+        (2, 2, 3, 5, 8),
+        {"matmul"},
+        {"aten"},
+    ),
     "softmax": (
         lambda m, x: (x.softmax(1), F.log_softmax(x, -1)),
         (3, 5, 8),
@@ -174,3 +180,27 @@ def test_softmax_in_another_dtype_and_norms_of_16_bits_are_kernels(dtype: torch.
     assert not import_model(model, (x,), kernels=True).opaque
     for mine, exact in zip(cg.fuse(model, x)(x), model(x.double()), strict=True):
         numerics.check(mine, exact.double(), dtype)
+
+
+def test_an_rms_norm_of_a_wider_tensor_than_its_weight_is_ours() -> None:
+    weight = image(8).to(torch.bfloat16)
+    model = Of(lambda m, x: F.rms_norm(x, (8,), m.w, 1e-5), w=weight).eval()
+    x = image(3, 8)
+    fused = cg.fuse(model, x)
+    assert fused.report is not None and fused.report.opaque == ()
+    exact = F.rms_norm(x.double(), (8,), weight.double(), 1e-5)
+    numerics.check(fused(x), exact, torch.float32, model(x), terms=8)
+
+
+def _exchanged(m: Any, x: Tensor) -> Tensor:
+    """As some rotary embeddings write float32 results into a tensor of 16 bits."""
+    made, wide = torch.empty_like(x), x.float() * m.w
+    made[..., 0::2], made[..., 1::2] = wide[..., 1::2], wide[..., 0::2]
+    return made
+
+
+def test_writes_of_another_dtype_are_casts() -> None:
+    model, x = Of(_exchanged, w=image(8)).eval(), image(3, 8).to(torch.bfloat16)
+    fused = cg.fuse(model, x)
+    assert fused.report is not None and fused.report.opaque == ()
+    assert torch.equal(fused(x), model(x))

@@ -92,6 +92,8 @@ SHAPES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "split_sizes": (lambda m, x: list(x.exp().split([1, 4], 1)), X),
     "chunk": (lambda m, x: torch.cat(x.exp().chunk(2, 2)[::-1], 2), X),
     "unbind": (lambda m, x: torch.stack(x.exp().unbind(1)[::-1], 2), X),
+    "patches": (lambda m, x: x.exp().unfold(2, 3, 3).unfold(3, 4, 4), IMAGE),
+    "patches_cut": (lambda m, x: x.exp().unfold(-1, 3, 3), X),
     "cat": (lambda m, x: torch.cat([x, x.exp(), x[:, :2]], 1), X),
     "mean": (lambda m, x: x.mean(1) + x.mean((1,), keepdim=True)[:, 0], X),
     "mean_all": (lambda m, x: x.exp().mean(), X),
@@ -173,11 +175,45 @@ def test_a_group_norm_by_what_the_model_computes_is_ours() -> None:
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_an_instance_norm_is_ours(affine: bool, channels_last: bool) -> None:
+    norm = nn.InstanceNorm2d(8, affine=affine)
+    if affine:
+        norm.weight.data, norm.bias.data = image(8), image(1, 8)[0]
+    imported = check(norm, image(2, 8, 6, 5), channels_last=channels_last, terms=30)
+    assert ops(imported.spec) == ["instance_norm"]
+
+
+def test_an_instance_norm_by_running_statistics_is_torchs() -> None:
+    norm = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
+    norm.running_mean, norm.running_var = image(8), image(8).abs() + 0.5
+    assert ops(check(norm, image(2, 8, 6, 5)).spec) == ["aten"]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_ops_on_shapes_become_ours(name: str, channels_last: bool) -> None:
     function, shape = SHAPES[name]
     imported = check(Of(function), image(*shape), channels_last=channels_last)
     assert imported.opaque == ()
+
+
+WINDOWS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "overlapping": (lambda m, x: x.exp().unfold(2, 3, 2).unfold(3, 4, 1) * 2, IMAGE),
+    "apart": (lambda m, x: x.exp().unfold(1, 1, 3).flatten(1), X),
+    "of whole numbers": (lambda m, x: (x * 9).long().unfold(-1, 3, 2), X),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_choices_of_elements_for_a_kernel(name: str) -> None:
+    function, shape = WINDOWS[name]
+    model, x = Of(function).eval(), image(*shape)
+    fused = cg.fuse(model, x)
+    assert fused.report is not None
+    assert "aten.unfold.default" not in {each for each, _ in fused.report.opaque}
+    made, wanted = fused(x), model(x)
+    assert made.dtype == wanted.dtype and torch.equal(made, wanted)
 
 
 PRODUCTS: dict[str, tuple[nn.Module, tuple[tuple[int, ...], ...]]] = {

@@ -295,6 +295,35 @@ def test_a_loop_that_numbers_choose_is_refused_with_the_mend(kind: type[nn.Modul
         cg.fuse(kind().eval(), image(4, 6))
 
 
+@pytest.mark.parametrize("numbers", [lambda x: x.tolist(), lambda x: x.cpu().numpy().tolist()])
+def test_lists_of_the_numbers_in_a_tensor_are_refused_with_the_line(
+    numbers: Callable[[torch.Tensor], list[int]],
+) -> None:
+    def function(m: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if len({*numbers(lengths)}) > 1:
+            return x
+        return x[:, : max(numbers(lengths))] * 2
+
+    text = (
+        r"Of asks for the numbers in a tensor, which a graph does not \(test_trace.py:\d+ in .*numb"
+    )
+    with pytest.raises(CannotImport, match=text) as caught:
+        cg.fuse(Of(function).eval(), (image(2, 6), torch.tensor([3, 4])))
+    assert caught.value.__cause__ is not caught.value
+
+
+def test_a_number_that_is_used_elsewhere_is_refused_with_the_line_that_asks() -> None:
+    """torch.export tells where it is used, if that."""
+
+    def function(m: Any, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        rows = sizes[0].item()
+        y = x.reshape(rows, -1)
+        return y.sum(1) if y.shape[0] > 2 else y
+
+    with pytest.raises(CannotImport, match=r"numbers in a tensor, .*rows = sizes\[0\]\.item"):
+        cg.fuse(Of(function).eval(), (image(2, 6), torch.tensor([3, 4])))
+
+
 def test_an_object_among_the_arguments_is_refused() -> None:
     model = Of(lambda m, b: b.kept[0] * 2).eval()
     text = "Of is given a Cache, which a graph does not: .*; call it with use_cache=False, or give"
