@@ -48,7 +48,7 @@ class Effects:
 
     def split(self, results: list[Any]) -> list[Any]:
         """Call all effects, and return the results that are not theirs alone."""
-        if not self.reads:
+        if not self.calls:
             return results
         kept = len(results) - self.reads
         for call in self.calls:

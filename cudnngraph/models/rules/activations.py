@@ -42,7 +42,7 @@ def _threshold(c: Importer, a: Arguments) -> Value:
     dy, x = _operands(c, a)
     if a["threshold"] == 0:
         return c.g.relu_backward(dy, x)
-    return c.g.where(c.g.gt(x, float(a["threshold"])), dy, 0.0)
+    return c.g.where(c.g.le(x, float(a["threshold"])), 0.0, dy)  # of NaN it is dy
 
 
 def _leaky_relu(c: Importer, a: Arguments) -> Value:

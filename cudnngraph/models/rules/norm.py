@@ -175,9 +175,10 @@ def _group_norm(c: Importer, a: Arguments) -> Any:
 
 
 def _instance_norm(c: Importer, a: Arguments) -> Value:
-    """An instance norm by its input's own statistics; by running ones it is torch's."""
+    """An instance norm by its input's own statistics; one with running ones is torch's."""
     weight, bias = (None if a[name] is None else c.value(a[name]) for name in ("weight", "bias"))
-    if not a["use_input_stats"] or (weight is None) != (bias is None):
+    running = a["running_mean"] is not None  # which the norm writes, if it does not read them
+    if running or not a["use_input_stats"] or (weight is None) != (bias is None):
         raise Skip
     x = c.value(a["input"])
     return c.g.instance_norm(x, weight, bias, eps=float(a["eps"]))  # type: ignore[no-any-return]

@@ -130,7 +130,7 @@ def _elu(c: Importer, a: Arguments) -> Value:
 def _threshold(c: Importer, a: Arguments) -> Value:
     x = c.value(a["self"])
     number = torch.full((), float(a["value"]), dtype=x.dtype, device=c.device)
-    return c.g.where(c.g.gt(x, float(a["threshold"])), x, c.constant(number, "value"))
+    return c.g.where(c.g.le(x, float(a["threshold"])), c.constant(number, "value"), x)
 
 
 def _celu(c: Importer, a: Arguments) -> Value:

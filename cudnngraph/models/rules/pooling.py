@@ -99,8 +99,8 @@ def _spread_of(root: bool) -> Rule:
 
     def rule(c: Importer, a: Arguments) -> Value:
         x, dims = _wide(c, a)
-        if not c.kernels:
-            raise Skip  # torch's own is one kernel
+        if not c.kernels or "unbiased" in a:
+            raise Skip  # torch's own is one kernel; or another overload, which torch takes apart
         correction = a.get("correction", 1)
         over = range(len(x.shape)) if dims is None else dims
         terms = math.prod(x.shape[dim] for dim in over) - (1 if correction is None else correction)

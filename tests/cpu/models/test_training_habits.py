@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -74,3 +75,28 @@ def test_an_op_without_a_kernel_for_tensors_without_memory_is_a_step_of_torch() 
 
     left = alike(quantized, image(5, 4), image(3, 4))
     assert "aten.fake_quantize_per_tensor_affine_cachemask.default" in left
+
+
+def test_nan_is_under_no_threshold() -> None:
+    x = torch.tensor([-1.0, math.nan, 0.5, 2.0], requires_grad=True)
+    y = compiled(lambda x: F.threshold(x, 0.5, 7.0))(x)
+    (dx,) = torch.autograd.grad(y, x, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert [each for each in y.tolist() if each == each] == [7.0, 7.0, 2.0] and y[1].isnan()
+    assert dx.tolist() == [0.0, 2.0, 0.0, 4.0]
+    assert left_to_torch() == []
+
+
+def test_statistics_that_an_instance_norm_keeps_are_written() -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.variance = nn.Buffer(torch.zeros(3)), nn.Buffer(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.instance_norm(x, self.mean, self.variance, use_input_stats=True)
+
+    model, own, data = Kept(), Kept(), image(2, 3, 4, 4)
+    numerics.check(compiled(model)(data), own(data).double(), torch.float32, terms=64)
+    torch.testing.assert_close(model.mean, own.mean)
+    torch.testing.assert_close(model.variance, own.variance)
+    assert own.mean.abs().max() > 0
