@@ -355,7 +355,7 @@ class Fused(StandIn):
         """A form with the numbers at the places ``inputs`` as inputs of its graph."""
         _check_model(self.unfused)
         try:
-            with _old_left_alone():
+            with _old_left_alone:
                 form = make(self.unfused, call, inputs, self._options, ahead)
         except CannotImport as error:
             mend = self._mend(call)
@@ -394,18 +394,31 @@ class Fused(StandIn):
         return forms + (", captured" * self._options.capture)
 
 
-@contextmanager
-def _old_left_alone() -> Iterator[None]:
-    """Let collections of garbage leave out what is there already: a model that is traced has many
-    new objects, by which they come often, and a third of the time would be theirs."""
-    if gc.get_freeze_count():  # by the program, for good
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+class _OldLeftAlone:
+    """While any thread is in it, collections of garbage leave old objects out: a model that is
+    traced has many new ones, by which they come often, and a third of the time would be theirs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._before = (0, 0, 0)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._entered:
+                self._before = gc.get_threshold()
+                gc.set_threshold(*self._before[:2], _NEVER)
+            self._entered += 1
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._entered -= 1
+            if not self._entered:
+                gc.set_threshold(*self._before)
+
+
+_NEVER = (1 << 31) - 1  # so many collections of younger objects do not come before one of all
+_old_left_alone = _OldLeftAlone()
 
 
 def _check_model(model: Any) -> None:
