@@ -152,6 +152,8 @@ def _on_fakes(op: Any, attrs: Mapping[str, Any], tensors: Sequence[Any]) -> tupl
         if not all(isinstance(x, FakeTensor) for x in given):
             raise NotImplementedError("modes of torch are off here")
         made = call(op, attrs, given)
+    if not all(x is None or isinstance(x, torch.Tensor) for x in made):
+        raise NotImplementedError("lists of results")
     return tuple(on("meta", x) for x in made)
 
 
