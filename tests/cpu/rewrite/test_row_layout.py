@@ -187,6 +187,7 @@ CHAIN = st.lists(
 @given(CHAIN, st.booleans())
 @example(["turn", "merge", "project", "bias", "split", "swap", "norm"], False)
 @example(["heads", "merge", "swap", "project", "residual", "back", "merge"], True)
+@example([*["swap", "split"] * 2, "swap", "part", "turn", "merge", "split"], False)
 @settings(deadline=None)
 def test_any_chain_gives_the_same_numbers(chain: list[str], shared: bool) -> None:
     """However its rows lie, and whether or not it is worth it."""
@@ -235,7 +236,8 @@ def test_any_chain_gives_the_same_numbers(chain: list[str], shared: bool) -> Non
     for node in made.nodes:  # every view but copies lies in its operand
         if OPS[node.op].view and node.results[0] not in made.outputs:
             form = made.tensors[node.results[0]]
-            assert lies_there(made.tensors, node) or is_contiguous(form.shape, form.stride)
+            there = lies_there(made.tensors, node) or is_contiguous(form.shape, form.stride)
+            assert there or form == spec.tensors.get(form.name), "or where the graph has its copy"
     kept = propagate_row_layout(spec)
     assert row_layout.copied_elements(kept) <= row_layout.copied_elements(spec)
     same_numbers(spec, prepared(canonical(g.spec())))
