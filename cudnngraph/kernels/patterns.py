@@ -183,19 +183,18 @@ def _written(spec: GraphSpec, schedule: Pattern, most_blocks: int) -> Source:
 
 def _schedules(rows: Rows, by_rule: Schedule) -> list[Schedule]:
     """Schedules of rows: that by rule, fewer lanes, and other teams."""
-    lanes = [by_rule.lanes, by_rule.lanes // 2]
-    teams = (by_rule.team, by_rule.team // 2, by_rule.team * 2)
+    fewer, teams = by_rule.lanes // 2, (by_rule.team, by_rule.team // 2, by_rule.team * 2)
     if not rows.reductions:
-        wide = 2 * rows.lanes  # two vectors of each tensor in flight, side by side
-        lanes += [rows.lanes, 0 if rows.inner.extent % wide else wide]
-        found = [Schedule(many, team) for many in lanes[:1] + lanes[2:3] for team in teams]
-        found += [Schedule(many, by_rule.team) for many in (lanes[1], lanes[3]) if many]
-        if reads_plainly(rows):  # and a block apart
+        found = [Schedule(many, team) for many in (by_rule.lanes, rows.lanes) for team in teams]
+        # Two vectors of each tensor in flight: side by side, and a block apart.
+        wide = 2 * rows.lanes if rows.inner.extent % (2 * rows.lanes) == 0 else 0
+        found += [Schedule(many, by_rule.team) for many in (fewer, wide) if many]
+        if reads_plainly(rows):
             found += [Schedule(rows.lanes, team, 1, 2) for team in teams]
             found.append(Schedule(rows.lanes, by_rule.team // 2, 1, 4))
         return found
     found = [by_rule]
-    for many in filter(None, lanes):
+    for many in filter(None, (by_rule.lanes, fewer)):
         for team in teams:
             if not 1 <= team <= MOST_THREADS:
                 continue

@@ -93,8 +93,5 @@ def _gives_nothing(node: torch.fx.Node) -> bool:
         return False
     op: Any = node.args[1]
     nothing = isinstance(op, torch._ops.OpOverload) and not op._schema.returns
-    tokens = all(
-        user.target is operator.getitem and user.args[1] == 0 and isinstance(user, torch.fx.Node)
-        for user in node.users
-    )
+    tokens = all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
     return nothing and not op._schema.is_mutable and tokens

@@ -187,10 +187,11 @@ def _same(c: Importer, a: Arguments) -> Value:
     x = c.value(first(a))
     if a.get("dtype") in (None, x.dtype) and not a.get("train"):
         return x
-    normed = written_norm(c)
-    if normed is not None:
-        return normed
-    dtype = a.get("dtype")
+    return written_norm(c) or _cast(c, x, a.get("dtype"))
+
+
+def _cast(c: Importer, x: Value, dtype: torch.dtype | None) -> Value:
+    """x in another dtype of floating-point numbers, where that is a kernel of ours."""
     if not c.kernels or x.dtype not in FLOATS or dtype not in FLOATS:
         raise Skip
     return c.g.cast(x, dtype)
@@ -270,10 +271,7 @@ def _copy(c: Importer, a: Arguments) -> Value:
     """What is written over all of a tensor, in the dtype of that."""
     x, shape = c.value(a["src"]), tuple(c.node.meta["val"].shape)
     dtype = first(a).dtype
-    if x.dtype != dtype:
-        if not c.kernels or x.dtype not in FLOATS or dtype not in FLOATS:
-            raise Skip
-        x = c.g.cast(x, dtype)
+    x = x if x.dtype == dtype else _cast(c, x, dtype)
     return x if x.shape == shape else c.g.expand(x, shape)
 
 
