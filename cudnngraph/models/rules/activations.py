@@ -78,7 +78,8 @@ def _elu(c: Importer, a: Arguments) -> Value:
         raise Skip  # which torch rounds once
     alpha = float(a["alpha"]) * scale
     slope = c.g.add(x, alpha) if a["is_result"] else c.g.mul(c.g.exp(x), alpha)
-    return c.g.where(c.g.gt(x, 0.0), dy if scale == 1 else c.g.mul(dy, scale), c.g.mul(dy, slope))
+    above = dy if scale == 1 else c.g.mul(dy, scale)  # and of NaN
+    return c.g.where(c.g.le(x, 0.0), c.g.mul(dy, slope), above)
 
 
 def _softplus(c: Importer, a: Arguments) -> Value:

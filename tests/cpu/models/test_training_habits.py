@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,15 @@ def test_nan_is_under_no_threshold() -> None:
     assert [each for each in y.tolist() if each == each] == [7.0, 7.0, 2.0] and y[1].isnan()
     assert dx.tolist() == [0.0, 2.0, 0.0, 4.0]
     assert left_to_torch() == []
+
+
+@pytest.mark.parametrize("act", [F.elu, F.selu])
+def test_the_slope_at_nan_is_that_above(act: Any) -> None:
+    x = torch.tensor([-1.0, math.nan, 2.0], requires_grad=True)
+    (dx,) = torch.autograd.grad(compiled(act)(x), x, torch.ones(3))
+    (wanted,) = torch.autograd.grad(act(x), x, torch.ones(3))
+    assert left_to_torch() == [] and not wanted.isnan().any()
+    numerics.check(dx, wanted.double(), torch.float32)
 
 
 def test_statistics_that_an_instance_norm_keeps_are_written() -> None:
