@@ -147,9 +147,9 @@ def _for_torch(
 ) -> _Prepare:
     """Make the function that prepares the operands of an op of torch's own.
 
-    They are widened, unless the op itself names the dtypes that it works in. They lie in memory as
-    declared, since the op may go by that. Tensors between the ops of a graph are float32; if the op
-    names one 16-bit dtype, they are rounded to it, as in torch.
+    They are widened, unless the op itself names the dtypes that it works in, or shows bits. They
+    lie in memory as declared, since the op may go by that. Tensors between the ops of a graph are
+    float32; if the op names one 16-bit dtype, they are rounded to it, as in torch.
     """
     declared = [None if name is None else spec.tensors[name] for name in node.inputs]
     between = [name is not None and name not in spec.inputs for name in node.inputs]
@@ -162,7 +162,11 @@ def _for_torch(
             return value
         return value.to(narrow)
 
+    form_of_bits = declared[0] if aten.overload(attrs["overload"]) in aten.OF_BITS else None
+
     def prepare(values: Tensors) -> list[torch.Tensor | None]:
+        if form_of_bits is not None:
+            return [need(values[0]).to(form_of_bits.dtype)]
         wide = list(map(rounded, values, between)) if named else _widened(values, compute)
         return [
             value if value is None or form is None else _laid_out(value, form)

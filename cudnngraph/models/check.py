@@ -5,21 +5,24 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CannotImport, WrongResult
+from ..ops.aten import OF_BITS
+from ..ops.base import LOW_PRECISION
+from ..ops.matmul import multiplied_by_groups
 from ..runtime import comparison
 from ..runtime.executable import Executable
 from ..runtime.state import Held, agree
 from ..select.tolerance import relative_error
 from .calls import flat, mapped
-from .experts import InFloat64
 
 _log = logging.getLogger(__name__)
 
@@ -179,6 +182,33 @@ MAX_MODEL_ERROR = (
 )
 
 
+class _Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs a model in a wide dtype: what it casts to 16 bits, and what it makes of 16 bits, is of
+    the wide dtype, as such casts round nothing within a graph. A model that rounds so is off by
+    that itself. Products of groups of rows, for which torch has no kernel in float64, have one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dtype = dtype
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to be hidden from dynamo imports it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
+            x, y, ends = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
+            if (x.dim(), y.dim()) == (2, 3) and ends is not None:
+                return multiplied_by_groups(x, y, ends)
+        if func not in OF_BITS:
+            args, kwargs = pytree.tree_map_only(torch.dtype, self._widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _widened(self, dtype: torch.dtype) -> torch.dtype:
+        return self._dtype if dtype in LOW_PRECISION else dtype
+
+
 def in_wide(
     model: nn.Module,
     args: Any,
@@ -195,7 +225,7 @@ def in_wide(
         wide_args, wide_kwargs = mapped(
             lambda leaf: leaf.to(dtype) if floats(leaf) else leaf, (args, kwargs)
         )
-        with InFloat64() if dtype == torch.float64 else nullcontext():
+        with _Wide(dtype):
             exact = results_of(wide, wide_args, wide_kwargs)
         if any(map(_is_far, own, exact)):
             alike = results_of(copied(model), args, kwargs)

@@ -350,11 +350,17 @@ class Importer:
             raise self._refused("it draws random numbers (call model.eval()?)")
         if target.overloadpacket in OF_MEMORY:
             raise self._refused("it reaches memory that none of its operands fills")
+        if target in aten.OF_BITS and self._is_wider(args[0]):
+            raise self._refused("it reads bits of what no graph rounds to 16 bits on its way")
         image = not any(map(self._lies_in_order, graph_values))
         if goes_by_layout(target):
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._as_traced)
         wanted = meant(target, args)
         return self.left_to_torch(str(target), wanted, kwargs, node, image=image)
+
+    def _is_wider(self, x: Value) -> bool:
+        """Whether x is kept in float32, though the model has it in 16 bits."""
+        return x.dtype in LOW_PRECISION and input_of(self.g, x.name) is not x
 
     def _as_traced(self, node: torch.fx.Node) -> Any:
         """Return the value of a node with the strides that it had when the model was traced."""

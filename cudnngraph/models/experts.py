@@ -1,5 +1,4 @@
-"""Mixtures of experts as transformers has them: which of its implementations is traced, and what is
-missing of one in float64."""
+"""Mixtures of experts as transformers has them: which of its implementations is traced."""
 
 from __future__ import annotations
 
@@ -8,11 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from ..ops.matmul import multiplied_by_groups
 
 _log = logging.getLogger(__name__)
 #: The mend for what depends on numbers.
@@ -51,22 +46,3 @@ def _looping(ask: Callable[[], Any]) -> dict[str, Any]:
     found = ask()
     found = found if isinstance(found, dict) else {"": found}
     return {name: how for name, how in found.items() if how in _LOOPS}
-
-
-class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs torch's products of groups of rows in float64 too, for which torch has no kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to be hidden from dynamo imports it
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
-            x, y, ends = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
-            if (x.dim(), y.dim()) == (2, 3) and ends is not None:
-                return multiplied_by_groups(x, y, ends)
-        return func(*args, **kwargs)

@@ -26,6 +26,8 @@ from .meta import infer as form_of
 RESULTS = 16
 _PLACES = 4
 
+#: Overloads that show the bits of a tensor as another dtype.
+OF_BITS = (torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype)
 
 #: Overloads that read a tensor at indices, and what their arguments for both are called.
 INDEXING: Mapping[str, tuple[str, str]] = {

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from ..backend.candidates import multiplies_float32
 from ..errors import CudnnGraphError, WrongResult
 from ..ir.spec import GraphSpec, overlaps_itself
+from ..ops.aten import OF_BITS
 from ..ops.base import LOW_PRECISION
 from ..select.tolerance import TF32_TOLERANCE, TOLERANCE, distance
 from .state import agree
@@ -313,7 +314,6 @@ def moved(value: Any, seed: int) -> Any:
 
 #: Gives the results of an op that is ours, in a dtype or in its own ones; None for torch's ops.
 Known = Callable[[Any, Sequence[Any], "torch.dtype | None"], "Sequence[Any] | None"]
-_OF_BITS = (torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype)
 
 
 def _none(op: Any, args: Sequence[Any], dtype: torch.dtype | None) -> None:
@@ -371,7 +371,7 @@ class _Wide(torch.fx.Interpreter):
         found = self._known(target, args, self._dtype)
         if found is not None:
             return list(found)
-        for dtype in () if target in _OF_BITS else dict.fromkeys((self._dtype, torch.float32)):
+        for dtype in () if target in OF_BITS else dict.fromkeys((self._dtype, torch.float32)):
             try:
                 return self._widened(target(*_cast(args, dtype), **_cast(kwargs, dtype)))
             except torch.OutOfMemoryError:

@@ -142,6 +142,37 @@ def test_a_model_that_has_no_float64_is_compared_with_itself() -> None:
     assert report is not None and len(report.errors) == 1
 
 
+NARROW = {
+    "cast": lambda m, x: x.half().float() + 1,
+    "ops between": lambda m, x: (x.half() * 2 + 1).float().softmax(-1),
+    "written to": lambda m, x: torch.zeros(4, 16, dtype=torch.float16).copy_(x).float() * 2,
+    "product": lambda m, x: (x.bfloat16() @ m.w.bfloat16()).float(),
+    "widened by an op": lambda m, x: torch.softmax(x.bfloat16() * 3, -1, dtype=torch.float32),
+    "norm": lambda m, x: F.layer_norm(x.bfloat16().float(), (16,)).bfloat16() + x.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_what_a_model_rounds_on_its_way_is_an_error_of_its_own(name: str) -> None:
+    """Within a graph nothing is rounded so: its result may be nearer to float64."""
+    model, x = Of(NARROW[name], w=image(16, 16)).eval(), torch.randn(4, 16)
+    report = cg.fuse(model, x).report
+    assert report is not None
+    ((ours, own),) = report.errors
+    assert own is not None and 1e-5 < own < 1e-2 and ours <= 1.5 * own
+
+
+def test_bits_of_what_a_model_has_rounded_are_refused() -> None:
+    model = Of(lambda m, x: (x.half().view(torch.int16) + 1).view(torch.float16)).eval()
+    x = torch.randn(4, 16)
+    with pytest.raises(cg.CannotImport, match="it reads bits of what no graph rounds"):
+        cg.fuse(model, x)
+    model = Of(lambda m, x: ((x * 2).view(torch.int32) + 1).view(torch.float32)).eval()
+    assert torch.equal(cg.fuse(model, x)(x), model(x))
+    model = Of(lambda m, x: (x.view(torch.int16) + 1).view(torch.float16)).eval()
+    assert torch.equal(cg.fuse(model, x.half())(x.half()), model(x.half()))
+
+
 def test_a_model_in_training_mode_is_refused() -> None:
     with pytest.raises(cg.PolicyError, match=r"training mode; call model.eval\(\)"):
         cg.fuse(net().train(), image(2, 3, 32, 32))
