@@ -116,7 +116,10 @@ class PointwiseMethods(Core):
     def relu_backward(
         self, dy: Value, y: Value, negative_slope: float = 0.0, *, name: str | None = None
     ) -> Value:
-        """dy where y > 0, else negative_slope * dy; y is the relu's result, or what went in."""
+        """dy where y > 0, else negative_slope * dy; y is the relu's result, or what went in.
+
+        Where y is NaN it is dy if the slope is 0, else negative_slope * dy, as in torch.
+        """
         return self._one("relu_backward", dy, y, negative_slope=negative_slope, name=name)
 
     def gelu_backward(self, dy: Value, x: Value, *, name: str | None = None) -> Value:

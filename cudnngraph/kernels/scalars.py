@@ -259,8 +259,9 @@ def _leaky_relu(args: Sequence[str], attrs: Mapping[str, Any]) -> str:
 
 def _relu_backward(args: Sequence[str], attrs: Mapping[str, Any]) -> str:
     slope = attrs["negative_slope"]
-    below = f"{number(slope)} * {args[0]}" if slope else "0.0f"
-    return f"({args[1]} > 0.0f ? {args[0]} : {below})"
+    if not slope:
+        return f"({args[1]} <= 0.0f ? 0.0f : {args[0]})"
+    return f"({args[1]} > 0.0f ? {args[0]} : {number(slope)} * {args[0]})"
 
 
 def _batch_norm(args: Sequence[str], attrs: Mapping[str, Any]) -> str:

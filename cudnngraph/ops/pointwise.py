@@ -182,7 +182,7 @@ def _constant(call: InferContext) -> list[Result] | None:
 def _run_relu_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     dy, y = need(inputs[0]), need(inputs[1])
     slope = attrs["negative_slope"]
-    return torch.where(y > 0, dy, slope * dy if slope else 0.0)
+    return torch.where(y > 0, dy, slope * dy) if slope else torch.where(y <= 0, 0.0, dy)
 
 
 def _run_gelu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

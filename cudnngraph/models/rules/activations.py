@@ -49,24 +49,23 @@ def _leaky_relu(c: Importer, a: Arguments) -> Value:
     return c.g.relu_backward(*_operands(c, a), float(a["negative_slope"]))
 
 
-def _within(c: Importer, x: Value, low: float, high: float) -> Value:
-    return c.g.logical_and(c.g.gt(x, low), c.g.lt(x, high))
-
-
 def _hardtanh(c: Importer, a: Arguments) -> Value:
     dy, x = _operands(c, a)
-    return c.g.where(_within(c, x, float(a["min_val"]), float(a["max_val"])), dy, 0.0)
+    flat = c.g.logical_or(c.g.le(x, float(a["min_val"])), c.g.ge(x, float(a["max_val"])))
+    return c.g.where(flat, 0.0, dy)  # of NaN it is dy
 
 
 def _hardsigmoid(c: Importer, a: Arguments) -> Value:
     dy, x = _operands(c, a)
-    return c.g.where(_within(c, x, -3.0, 3.0), c.g.mul(dy, 1.0 / 6.0), 0.0)
+    within = c.g.logical_and(c.g.gt(x, -3.0), c.g.lt(x, 3.0))  # not NaN
+    return c.g.where(within, c.g.mul(dy, 1.0 / 6.0), 0.0)
 
 
 def _hardswish(c: Importer, a: Arguments) -> Value:
     dy, x = _operands(c, a)
     slope = c.g.add(c.g.mul(x, 1.0 / 3.0), 0.5)
-    return c.g.where(c.g.gt(x, -3.0), c.g.where(c.g.lt(x, 3.0), c.g.mul(dy, slope), dy), 0.0)
+    sloped = c.g.where(c.g.lt(x, 3.0), c.g.mul(dy, slope), dy)  # and of NaN
+    return c.g.where(c.g.le(x, -3.0), 0.0, sloped)
 
 
 def _elu(c: Importer, a: Arguments) -> Value:

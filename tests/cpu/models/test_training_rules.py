@@ -340,3 +340,32 @@ def test_instances_with_weights_are_normalised_by_ours() -> None:
 
     data = [torch.randn(shape).double() for shape in ((2, 4, 6, 5), (4,), (4,))]
     assert alike(normalised, *data, policy=GENERATES) == []
+
+
+#: The gradients of torch's kernels on a GPU at NaN. On a CPU those of whole vectors differ from
+#: those of single numbers.
+AT_NAN: dict[str, tuple[Function, float]] = {
+    "relu": (F.relu, 1.0),
+    "relu6": (F.relu6, 1.0),
+    "hardtanh": (F.hardtanh, 1.0),
+    "hardswish": (F.hardswish, 1.0),
+    "hardsigmoid": (F.hardsigmoid, 0.0),
+    "leaky relu": (lambda x: F.leaky_relu(x, 0.125), 0.125),
+    "elu": (F.elu, 1.0),
+    "gelu": (F.gelu, float("nan")),
+    "silu": (F.silu, float("nan")),
+    "threshold 0": (lambda x: F.threshold(x, 0.0, 0.0), 1.0),
+    "threshold 0.1": (lambda x: F.threshold(x, 0.1, 20.0), 1.0),
+}
+
+
+@pytest.mark.parametrize("generates", [False, True], ids=["reference", "kernels"])
+@pytest.mark.parametrize("name", AT_NAN)
+def test_a_gradient_at_nan_is_torchs(name: str, generates: bool) -> None:
+    function, slope = AT_NAN[name]
+    x = torch.tensor([float("nan"), -4.0, -1.0, 0.5, 2.0, 7.0], requires_grad=True)
+    policy = cg.Policy(kernels=generates)
+    compiled(function, policy=policy, check=False)(x).backward(torch.arange(2.0, 8.0))
+    assert left_to_torch() == []
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[0], torch.tensor(2.0 * slope), equal_nan=True)
