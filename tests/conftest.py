@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import tempfile
+import zlib
 
 import pytest
 
@@ -20,6 +22,15 @@ os.environ["CUDNNGRAPH_CACHE_DIR"] = _CACHE.name
 # What torch.compile and training=True run is compared with eager torch in float64, in all tiers.
 # Tests that count or time calls opt out: check=False, or settings.override(check=False).
 os.environ.setdefault("CUDNNGRAPH_CHECK", "1")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seed what a test draws by its name: the same data in any order, on any number of workers."""
+    import torch
+
+    seed = zlib.crc32(item.nodeid.encode())
+    random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
