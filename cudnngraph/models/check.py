@@ -23,6 +23,7 @@ from ..runtime.executable import Executable
 from ..runtime.state import Held, agree
 from ..select.tolerance import relative_error
 from .calls import flat, mapped
+from .trace import compiler_aside
 
 _log = logging.getLogger(__name__)
 
@@ -187,6 +188,8 @@ class _Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]
     the wide dtype, as such casts round nothing within a graph. A model that rounds so is off by
     that itself. Products of groups of rows, for which torch has no kernel in float64, have one."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._dtype = dtype
@@ -225,7 +228,7 @@ def in_wide(
         wide_args, wide_kwargs = mapped(
             lambda leaf: leaf.to(dtype) if floats(leaf) else leaf, (args, kwargs)
         )
-        with _Wide(dtype):
+        with compiler_aside(), _Wide(dtype):
             exact = results_of(wide, wide_args, wide_kwargs)
         if any(map(_is_far, own, exact)):
             alike = results_of(copied(model), args, kwargs)

@@ -22,7 +22,7 @@ from ..errors import CannotImport, GraphError, PolicyError
 from ..ops.meta import as_held
 from ..runtime import comparison, custom_ops
 from ..runtime.compile import compile, generates
-from . import again, effects, report, saved, whole, written
+from . import again, effects, flex, report, saved, whole, written
 from .bound import MAX_SHAPES, Direct
 from .convert import convert
 from .draws import Draw, take_out
@@ -80,6 +80,7 @@ def backend(
         raise PolicyError(f"activation_memory_budget={shown(budget)}; expected 0 to 1, or None")
     names, number = _input_names(module), next(_numbers)
     whole.keep(module)
+    flex.write_out(module)
 
     def inference(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
         places = _static_places(len(examples))

@@ -22,7 +22,7 @@ LEAST = -1e10  # beside this a score, and what is added to it, is nothing
 
 _MATMULS = frozenset({"matmul", "bmm", "baddbmm"})
 _SCALES = frozenset({"mul", "div"})
-_SOFTMAX = frozenset({"softmax", "_softmax", "special_softmax"})
+_SOFTMAX = frozenset({"softmax", "_softmax", "special_softmax", "_safe_softmax"})
 SAME = frozenset({*meta.IDENTITIES, "to", "type_as"})  # but for the dtype
 
 

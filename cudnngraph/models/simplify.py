@@ -10,11 +10,13 @@ import torch
 from ..ops import meta
 
 Node = torch.fx.Node
+_VIEWS = frozenset({*meta.RESHAPES, "expand", "permute"})
 _NEUTRAL = {"div": 1, "mul": 1, "sub": 0}  # x + 0 is not: of -0 it makes 0
 
 
 def simplify(graph: torch.fx.Graph) -> None:
-    """Leave out, in place, what is computed again from the same operands, and ``x * 1``.
+    """Leave out, in place, what is computed again from the same operands, ``x * 1``, and views of
+    all of a tensor as it lies.
 
     What the model returns stays: its results are tensors of their own.
     """
@@ -67,6 +69,8 @@ def _unchanged(node: Node) -> Node | None:
     name = meta.op_name(node)
     if node.target is torch.ops.aten.copy.default:
         return _copied(node)
+    if name in _VIEWS:
+        return _seen_whole(node)
     if name not in _NEUTRAL or len(node.args) != 2 or node.kwargs:
         return None
     x, number = node.args
@@ -79,6 +83,16 @@ def _unchanged(node: Node) -> Node | None:
     if not before.dtype.is_floating_point or before.dtype != after.dtype:
         return None
     return x if before.shape == after.shape else None  # type: ignore[return-value]
+
+
+def _seen_whole(node: Node) -> Node | None:
+    """What a view shows in its own form."""
+    source, made = node.args[0], node.meta.get("val")
+    seen = source.meta.get("val") if isinstance(source, Node) else None
+    if not isinstance(seen, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return None
+    alike = (seen.shape, seen.stride(), seen.dtype) == (made.shape, made.stride(), made.dtype)
+    return source if alike else None  # type: ignore[return-value]
 
 
 def _copied(node: Node) -> Node | None:

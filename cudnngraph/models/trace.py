@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..ir.spec import overlaps_itself
 from ..ops import meta as forms
 from ..ops.pooling import UPSAMPLE
-from . import finite
+from . import finite, flex
 from .aliases import Aliases
 
 _aten: Any = torch.ops.aten
@@ -520,7 +520,12 @@ def _names(model: nn.Module, form: Any, leaves: Sequence[Any]) -> Iterator[str]:
     return (named.get(place, f"args_{place}") for place in range(len(leaves)))
 
 
+_CASTS = tuple(getattr(_aten.to, name) for name in _aten.to.overloads())
+
+
 class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # to be hidden from dynamo imports it
@@ -530,6 +535,12 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if flex.is_flex(func):
+            with self:
+                return flex.attention(*args, **(kwargs or {}))
+        if func in _CASTS:  # which a function of flex attention's makes below autograd
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         with self._run.noticing():
             return self._run.dispatched(func, args, kwargs or {})
 
@@ -620,9 +631,15 @@ _runs_aside = 0
 
 
 @contextmanager
-def _compiler_aside() -> Iterator[None]:
-    """Have compiled functions run as they are, in all threads, until the last such run ends."""
+def compiler_aside() -> Iterator[None]:
+    """Have compiled functions run as they are, in all threads, until the last such run ends.
+
+    Else what a model compiles within itself would meet modes, and stay so in the compiler's caches.
+    """
     global _runs_aside
+    if _COMPILER not in sys.modules:
+        yield
+        return
     with _said_lock:
         if not _runs_aside:
             _aside.enter_context(torch.compiler.set_stance("force_eager"))
@@ -647,9 +664,8 @@ def trace(
     :class:`Writes` where that is because it writes over what it holds, and :class:`Foreign`. Where
     it asks for the numbers in a tensor is put into ``asked``.
 
-    What a model compiles within itself, control flow among it, must not meet the modes of the run:
-    that would stay in the compiler's caches. So the compiler is kept out while it is not there
-    yet, and stands aside where it is.
+    The compiler is kept out while it is not there yet, for what a model compiles within itself,
+    control flow among it, and stands aside where it is.
     """
     if _casts():
         return None
@@ -680,5 +696,5 @@ def _traced(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 raise
         finally:
             sys.meta_path.remove(guard)
-    with _compiler_aside():
+    with compiler_aside():
         return Traced(model, args, kwargs)

@@ -100,16 +100,23 @@ def _where(c: Importer, a: Arguments) -> Value:
     x, y = c.operand(a["self"]), c.operand(a["other"])
     if not isinstance(x, Value) and not isinstance(y, Value):  # of which the dtype is one's own
         x = c.value(a["self"])
+    dtype = c.node.meta["val"].dtype
+    x, y = (_held(c, each, dtype) for each in (x, y))
     return c.g.where(c.value(a["condition"]), x, y)
+
+
+def _held(c: Importer, number: Value | float, dtype: torch.dtype) -> Value | float:
+    """A value or a number; a constant of one that is not finite, which no attribute is."""
+    if isinstance(number, Value) or math.isfinite(number):
+        return number
+    return c.constant(torch.full((), number, dtype=dtype, device=c.device))
 
 
 def _masked_fill(c: Importer, a: Arguments) -> Value:
     x, number = c.value(a["self"]), c.operand(a["value"])
     if isinstance(number, Value):
         raise Skip
-    if not math.isfinite(number):
-        number = c.constant(torch.full((), number, dtype=x.dtype, device=c.device))
-    return c.g.where(c.value(a["mask"]), number, x)
+    return c.g.where(c.value(a["mask"]), _held(c, number, x.dtype), x)
 
 
 def _gelu(c: Importer, a: Arguments) -> Value:

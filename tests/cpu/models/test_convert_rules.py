@@ -59,6 +59,10 @@ POINTWISE: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "normalize_eps": (lambda m, x: F.normalize(x, dim=2, eps=2.5), ["normalize"]),
     "normalize_by_hand": (lambda m, x: x / x.norm(dim=-1, keepdim=True).clamp(1e-6), ["normalize"]),
     "where": (lambda m, x: torch.where(x > 0.5, x, -x), ["gt", "neg", "where"]),
+    "where_infinite": (
+        lambda m, x: torch.where(x > 0.5, x, -math.inf).exp() + torch.where(x > 9, math.inf, x),
+        ["gt", "where", "exp", "gt", "where", "add"],
+    ),
     "compare": (lambda m, x: torch.where((x > 0) & (x < 1), x, 0.0), None),
     "dropout": (lambda m, x: F.dropout(x, 0.5, training=False) * 2, ["mul"]),
     "clones": (lambda m, x: x.clone().contiguous().detach() + 1, ["add"]),

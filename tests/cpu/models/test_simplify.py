@@ -56,3 +56,15 @@ def test_a_model_computes_the_same(model: nn.Module) -> None:
 
     x = torch.randn(3, 3)
     assert torch.allclose(cg.fuse(model.eval(), x)(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+class Views(nn.Module):
+    """Views of a whole tensor as it lies, and one that lies otherwise."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = x.expand(3, 3).permute(0, 1).view(3, 3).reshape(3, -1)
+        return whole + whole.permute(1, 0)
+
+
+def test_a_view_of_all_of_a_tensor_is_the_tensor() -> None:
+    assert ops(Views(), torch.randn(3, 3)) == ["permute", "add"]
