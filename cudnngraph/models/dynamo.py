@@ -22,7 +22,7 @@ from ..errors import CannotImport, GraphError, PolicyError
 from ..ops.meta import as_held
 from ..runtime import comparison, custom_ops
 from ..runtime.compile import compile, generates
-from . import again, effects, flex, report, saved, whole, written
+from . import again, cut, effects, report, saved, whole, written
 from .bound import MAX_SHAPES, Direct
 from .convert import convert
 from .draws import Draw, take_out
@@ -80,16 +80,32 @@ def backend(
         raise PolicyError(f"activation_memory_budget={shown(budget)}; expected 0 to 1, or None")
     names, number = _input_names(module), next(_numbers)
     whole.keep(module)
-    flex.write_out(module)
+    cut.write_out(module)
+
+    def built(
+        traced: torch.fx.GraphModule,
+        static: tuple[int, ...],
+        called: Names,
+        title: str,
+        **more: Any,
+    ) -> _Compiled | cut.Cut:
+        if not cut.is_needed(traced):
+            return _Compiled(traced, static, given, called, title, **more)
+
+        def part(module: torch.fx.GraphModule, static: tuple[int, ...], number: int) -> _Compiled:
+            options, name = {**given, "mode": None}, f"{title}, part {number}"
+            return _Compiled(module, static, options, _part_names, name, **more)
+
+        return cut.Cut(traced, static, title, part)
 
     def inference(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
         places = _static_places(len(examples))
-        return _Compiled(traced, places, given, _result_names(names), f"graph {number}")
+        return built(traced, places, _result_names(names), f"graph {number}")
 
-    forwards: list[_Compiled] = []
+    forwards: list[_Compiled | cut.Cut] = []
 
     def training(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
-        forwards.append(_Compiled(traced, (), given, _result_names(names), f"forward {number}"))
+        forwards.append(built(traced, (), _result_names(names), f"forward {number}"))
         return forwards[-1]
 
     def backward(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
@@ -102,7 +118,7 @@ def backend(
             forward.leave_out(saved.unread(traced))
         saved.allow_again()
         title = f"backward {number}"
-        return _Compiled(traced, (), given, _gradient_names(names), title, gradients=True)
+        return built(traced, (), _gradient_names(names), title, gradients=True)
 
     make: Any = aot_autograd
     with saved.backward_first(), saved.within(given.get("activation_memory_budget")):
@@ -169,6 +185,11 @@ def _gradient_names(inputs: Sequence[str]) -> Names:
         return [f"the gradient of '{name}'" for name in inputs]
 
     return names
+
+
+def _part_names(count: int, written: Sequence[int]) -> list[str]:
+    """What the results of a part of a graph are."""
+    return [f"value {at}" for at in range(count)]
 
 
 def _static_places(count: int) -> tuple[int, ...]:

@@ -27,18 +27,6 @@ def is_flex(op: Any) -> bool:
     return isinstance(op, torch._ops.HigherOrderOperator) and op._name == "flex_attention"
 
 
-def write_out(module: torch.fx.GraphModule) -> None:
-    """Have a graph of torch.compile call :func:`attention` in the place of the op."""
-    for part in module.modules():
-        if not isinstance(part, torch.fx.GraphModule):
-            continue
-        found = [node for node in part.graph.nodes if is_flex(node.target)]
-        for node in found:
-            node.target = attention
-        if found:
-            part.recompile()
-
-
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -120,7 +120,8 @@ class Report:
         if self.refused:
             return f"{self.model} on {self.device}: left to torch, {self.refused}"
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
-        return f"{self.model} on {self.device}: {len(self.steps)} steps ({kinds})"
+        steps = f"{len(self.steps)} steps" + (f" ({kinds})" if kinds else "")
+        return f"{self.model} on {self.device}: {steps}"
 
     def _above(self) -> list[str]:
         """The lines before the steps."""

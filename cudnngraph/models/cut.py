@@ -1,0 +1,200 @@
+"""Graphs of torch.compile with calls that no graph of ours can hold, cut at these calls.
+
+They are torch's higher-order ops: kernels of Triton, ops that write over their operands, control
+flow. Torch runs each between graphs of ours. Those that only call a graph are called as that before
+a graph is traced, and flex attention as other ops (:mod:`~cudnngraph.models.flex`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import flex, report
+from .export import last_line
+from .report import Report
+
+Node = torch.fx.Node
+#: A part of a graph, the places of its inputs that are weights, and its number, as something to
+#: call with a list of inputs.
+Make = Callable[
+    [torch.fx.GraphModule, "tuple[int, ...]", int], Callable[[list[Any]], Sequence[Any]]
+]
+
+
+def _call(graph: Any, identifier: Any, *operands: Any) -> Any:
+    return graph(*operands)
+
+
+def _call_hinted(graph: Any, args: Any, kwargs: Any, hints: Any = None) -> Any:
+    return graph(*args, **kwargs)
+
+
+_WRITTEN_OUT: dict[str, Callable[..., Any]] = {
+    "flex_attention": flex.attention,
+    "invoke_subgraph": _call,
+    "hints_wrapper": _call_hinted,
+}
+
+
+def write_out(module: torch.fx.GraphModule) -> None:
+    """Have a graph of dynamo's, and the graphs in it, call functions in the place of ops that are
+    written out."""
+    for part in module.modules():
+        if not isinstance(part, torch.fx.GraphModule):
+            continue
+        found = [node for node in part.graph.nodes if _higher(node) in _WRITTEN_OUT]
+        for node in found:
+            node.target = _WRITTEN_OUT[_higher(node)]
+        if found:
+            part.recompile()
+
+
+def _higher(node: Node) -> str:
+    """The name of a higher-order op, "" of what is none."""
+    op: Any = node.target
+    return op._name if isinstance(op, torch._ops.HigherOrderOperator) else ""
+
+
+def is_needed(module: torch.fx.GraphModule) -> bool:
+    """Whether a graph has calls to be cut at. One with effects is left as it is."""
+    names = {_higher(node) for node in module.graph.nodes} - {""}
+    return bool(names) and "with_effects" not in names
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A call, the nodes that it reads and gives, and those that nothing reads behind it."""
+
+    call: Callable[[list[Any]], Sequence[Any]]
+    reads: tuple[Node, ...]
+    gives: tuple[Node, ...]
+    gone: tuple[Node, ...]
+
+
+class Cut:
+    """A traced graph that runs as graphs of ours, which ``make`` gives, and torch's calls between.
+
+    ``static`` are the places of inputs that are weights. It is called with a list of inputs, which
+    it empties.
+    """
+
+    def __init__(
+        self, traced: torch.fx.GraphModule, static: Sequence[int], title: str, make: Make
+    ) -> None:
+        self._boxed_call = True  # as AOTAutograd asks, of the instance
+        self.traced, self._title = traced, title
+        nodes = list(traced.graph.nodes)
+        self._inputs = [node for node in nodes if node.op == "placeholder"]
+        weights = {self._inputs[place] for place in static}
+        (output,) = (node for node in nodes if node.op == "output")
+        self._results: Sequence[Any] = output.args[0]
+        self._steps: list[_Step] = []
+        self._left: list[tuple[str, str]] = []
+        parts = list(_parts(nodes))
+        kept = {each for each in self._results if isinstance(each, Node)}
+        for number, part in enumerate(parts):
+            later = {
+                read for other in parts[number + 1 :] for node in other for read in _read(node)
+            }
+            reads = tuple(dict.fromkeys(r for node in part for r in _read(node) if r not in part))
+            gives = tuple(node for node in part if node in later or node in kept)
+            if name := _higher(part[0]):
+                call = _by_torch(traced, part[0], reads, gives)
+                self._left.append((name, last_line(part[0].meta.get("stack_trace") or "")))
+            else:
+                places = tuple(at for at, node in enumerate(reads) if node in weights)
+                call = make(_module(traced, part, reads, gives), places, number)
+            gone = tuple(each for each in (*reads, *gives) if each not in later | kept)
+            self._steps.append(_Step(call, reads, gives, gone))
+        report.watch(self)
+
+    def leave_out(self, unread: frozenset[str]) -> None:
+        """Results that a backward does not read are made all the same."""
+
+    def reports(self) -> Iterator[Report]:
+        """One of what torch runs between graphs of ours, which have reports of their own."""
+        seen = (node.meta.get("val") for node in self._inputs)
+        device = next((x.device for x in seen if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        yield Report(self._title, device, False, False, "torch", (), 0, tuple(self._left), 0)
+
+    def __call__(self, args: list[Any]) -> tuple[Any, ...]:
+        with torch.inference_mode(False), torch.no_grad():
+            values = dict(zip(self._inputs, args, strict=True))
+            args.clear()
+            for step in self._steps:
+                made = step.call([values[node] for node in step.reads])
+                values.update(zip(step.gives, made, strict=True))
+                for node in step.gone:
+                    del values[node]
+            return tuple(values[each] if isinstance(each, Node) else each for each in self._results)
+
+
+def _parts(nodes: Sequence[Node]) -> Iterator[list[Node]]:
+    """The calls of a graph in order: a higher-order op with its results, and all that is between
+    two."""
+    part: list[Node] = []
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        if _higher(node):
+            if part:
+                yield part
+            yield [node, *filter(_is_result, node.users)]
+            part = []
+        elif not _is_result(node):
+            part.append(node)
+    if part:
+        yield part
+
+
+def _is_result(node: Node) -> bool:
+    """Whether a node is one of the results of a higher-order op."""
+    return node.target is operator.getitem and bool(_higher(node.args[0]))  # type: ignore[arg-type]
+
+
+def _read(node: Node) -> list[Node]:
+    """The nodes that one reads, but for graphs and constants that are held."""
+    return [each for each in node.all_input_nodes if each.op != "get_attr"]
+
+
+def _module(
+    whole: torch.fx.GraphModule, part: Sequence[Node], reads: Sequence[Node], gives: Sequence[Node]
+) -> torch.fx.GraphModule:
+    """A part of a graph as a graph."""
+    graph = torch.fx.Graph()
+    copies: dict[Node, Node] = {}
+    for node in reads:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in part:
+        for each in node.all_input_nodes:
+            if each not in copies:
+                copies[each] = graph.node_copy(each)
+        copies[node] = graph.node_copy(node, lambda read: copies[read])
+    graph.output(tuple(copies[node] for node in gives))
+    return torch.fx.GraphModule(whole, graph)
+
+
+def _by_torch(
+    whole: torch.fx.GraphModule, op: Node, reads: Sequence[Node], gives: Sequence[Node]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """A higher-order op as something to call with what it reads."""
+    held = {
+        each: operator.attrgetter(str(each.target))(whole)
+        for each in op.all_input_nodes
+        if each.op == "get_attr"
+    }
+    target: Any = op.target
+
+    def call(given: list[Any]) -> Sequence[Any]:
+        values = {**held, **dict(zip(reads, given, strict=True))}
+        args, kwargs = torch.fx.map_arg((op.args, op.kwargs), lambda each: values[each])
+        made = target(*args, **kwargs)
+        return [made if node is op else made[node.args[1]] for node in gives]
+
+    return call

@@ -1,0 +1,174 @@
+"""Graphs of torch.compile around ops that no graph of ours can hold."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cudnngraph as cg
+from tests import numerics
+from tests.fused import compiled
+from tests.models import image
+
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _new_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+
+
+@torch.library.custom_op("cudnngraph_tests::halve_", mutates_args={"x"})
+def halve_(x: torch.Tensor) -> None:
+    """Write over an operand, as kernels of users do."""
+    x.mul_(0.5)
+
+
+@torch.library.custom_op("cudnngraph_tests::split_into", mutates_args={"out"})
+def split_into(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    out.copy_(x.clamp(max=0))
+    return x.clamp(min=0)
+
+
+@split_into.register_fake
+def _(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def writes(x: torch.Tensor) -> torch.Tensor:
+    y = F.relu(x @ W)
+    halve_(y)
+    return y @ W + x
+
+
+def writes_and_gives(x: torch.Tensor) -> torch.Tensor:
+    low = torch.empty_like(x)
+    high = split_into(x @ W, low)
+    return F.silu(high) - low
+
+
+def branches(x: torch.Tensor) -> torch.Tensor:
+    y = F.gelu(x @ W)
+    z = torch.cond(y.sum() > 0, lambda y: y @ W + 1, lambda y: y.tanh(), (y,))
+    return F.softmax(z + y, -1)
+
+
+def of_rows(x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = torch._higher_order_ops.map(lambda row: F.relu(row @ W), x * 2)
+    return F.layer_norm(y, (8,)) @ W
+
+
+def first(x: torch.Tensor) -> torch.Tensor:
+    """What is read again behind the op, and given as it is."""
+    z: torch.Tensor = torch.cond(x.sum() > 0, torch.cos, torch.sin, (x,))
+    return z
+
+
+OPS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "writes": (writes, "auto_functionalized_v2"),
+    "writes and gives": (writes_and_gives, "auto_functionalized_v2"),
+    "branches": (branches, "cond"),
+    "a map": (of_rows, "map_impl"),
+    "of what is given": (first, "cond"),
+}
+
+
+def left() -> list[str]:
+    found = cg.reports()
+    assert found and not any(report.refused for report in found)
+    return [name for report in found for name, _ in report.opaque]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_such_an_op_alone_is_torchs(name: str) -> None:
+    function, op = OPS[name]
+    x = torch.randn(6, 8)
+    with torch.no_grad():
+        ours = compiled(function)(x)
+    assert left() == [op]
+    numerics.check(ours, function(x).double(), torch.float32, terms=64)
+    assert any("part" in report.model and report.steps for report in cg.reports())
+
+
+@pytest.mark.parametrize("name", ["branches", "a map", "of what is given"])
+def test_it_is_trained(name: str) -> None:
+    function, op = OPS[name]
+    data, dy = torch.randn(6, 8), torch.randn(6, 8)
+    found = []
+    for call in (compiled(function), function):
+        x = data.clone().requires_grad_()
+        call(x).backward(dy)
+        assert x.grad is not None
+        found.append(x.grad)
+    assert set(left()) == {op}
+    numerics.check(found[0], found[1].double(), torch.float32, terms=64)
+
+
+class Net(nn.Module):
+    """Convolutions and batch norms before and behind a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.behind = nn.Sequential(nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4), nn.Dropout(0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.before(x)
+        y = torch.cond(y.mean() > 5, lambda y: y * 2, lambda y: y + 1, (y,))
+        made: torch.Tensor = self.behind(y)
+        return made
+
+
+def test_statistics_are_written_and_weights_are_trained_around_it() -> None:
+    ours = Net().double()
+    theirs = copy.deepcopy(ours)
+    for model, call in ((ours, compiled(ours)), (theirs, theirs)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for seed in range(3):
+            x = torch.randn(2, 3, 7, 6, generator=torch.Generator().manual_seed(seed)).double()
+            optimizer.zero_grad()
+            call(x).square().mean().backward()
+            optimizer.step()
+    assert set(left()) == {"cond"}
+    for (name, mine), its in zip(
+        ours.state_dict().items(), theirs.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(mine, its, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_weights_that_change_are_taken_anew_around_it() -> None:
+    model = Net().eval()
+    call, x = compiled(model), image(2, 3, 7, 6)
+    with torch.no_grad():
+        for factor in (1.0, 2.0, 0.5):
+            model.before[0].weight.mul_(factor)
+            numerics.check(call(x), copy.deepcopy(model).double()(x.double()), torch.float32)
+
+
+def test_a_wrong_part_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cudnngraph.executor import reference
+
+    monkeypatch.setitem(reference.RULES, "gelu", lambda inputs, attrs: F.gelu(inputs[0]) * 1.01)  # type: ignore[index]
+    with torch.no_grad(), pytest.raises(cg.WrongResult, match="value 0 is off by"):
+        compiled(branches)(torch.randn(6, 8))
+
+
+def test_regions_that_are_compiled_once_are_part_of_the_graph() -> None:
+    @torch.compiler.nested_compile_region
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x @ W)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return region(region(x)) + 1
+
+    x = torch.randn(6, 8, requires_grad=True)
+    y = compiled(twice)(x)
+    y.sum().backward()
+    assert left() == [] and len(cg.reports()) == 2
+    torch.testing.assert_close(y, F.relu(F.relu(x @ W) @ W) + 1)
