@@ -128,6 +128,13 @@ def _exporting() -> Iterator[None]:
         _exporters.remove(threading.get_ident())
 
 
+def is_recording() -> bool:
+    """Whether what runs is recorded, here or by torch.export or torch.jit.trace: a fused model
+    then runs as the model that it is of."""
+    jit: Any = torch.jit
+    return is_exporting() or torch.compiler.is_exporting() or bool(jit.is_tracing())
+
+
 def is_exporting() -> bool:
     """Whether this thread is in :func:`export`: what is made of torch's modules calls those then,
     for a graph of their ops can do more than a call of ours in it."""
