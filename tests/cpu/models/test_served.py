@@ -4,6 +4,7 @@ model."""
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,3 +116,28 @@ def test_a_nested_tensor_is_refused_in_words() -> None:
     nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(1, 4)])
     with pytest.raises(cg.BindError, match="is a nested tensor"):
         fused(nested)
+
+
+def test_threads_may_compile_and_call_at_once() -> None:
+    """Sizes that change are traced again while other threads compile, or call what is compiled."""
+    models = [net(), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).eval()]
+    compiled = [torch.compile(model, backend="cudnngraph") for model in models]
+    failures: list[BaseException] = []
+
+    def serve(first: int) -> None:
+        try:
+            for size in range(4):
+                x = torch.randn(1 + (first + size) % 4, 4)
+                for place in (first, first + 1):
+                    run, model = compiled[place % 2], models[place % 2]
+                    with torch.no_grad():
+                        torch.testing.assert_close(run(x), model(x))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=serve, args=(first,)) for first in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failures, failures[0]
