@@ -14,6 +14,8 @@ from torch import nn
 
 import cudnngraph as cg
 
+BF16_STEP = 2.0**-8  # the relative error of a rounding to bfloat16
+
 
 @pytest.fixture(autouse=True)
 def _new_compiler() -> Iterator[None]:
@@ -136,6 +138,40 @@ def test_threads_may_compile_and_call_at_once() -> None:
             failures.append(error)
 
     threads = [threading.Thread(target=serve, args=(first,)) for first in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failures, failures[0]
+
+
+class Casts(nn.Module):
+    """Under autocast, so that torch.export imports it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: torch.Tensor = self.linear(x)
+        return y.float()
+
+
+def test_threads_may_fuse_at_once_what_torch_export_imports() -> None:
+    failures: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            model, x = Casts().eval(), torch.randn(2, 4)
+            with torch.no_grad():
+                torch.testing.assert_close(
+                    cg.fuse(model, x)(x), model(x), rtol=2 * BF16_STEP, atol=2 * BF16_STEP
+                )
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=serve) for _ in range(3)]
     for each in threads:
         each.start()
     for each in threads:
