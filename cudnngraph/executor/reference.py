@@ -68,11 +68,10 @@ def prepared(
 def _prepare(
     spec: GraphSpec, dtype: torch.dtype | None
 ) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-    compute = spec.compute_dtype if dtype is None else dtype
     place: dict[str | None, int] = {None: 0}  # values[0] stands for what is not given
     for name in (*spec.inputs, *(name for node in spec.nodes for name in node.results)):
         place.setdefault(name, len(place))
-    steps = _steps(spec, dtype, compute, place)
+    steps = _steps(spec, dtype, place)
     outputs = tuple(place[name] for name in spec.outputs)
     behind = [None] * (len(place) - 1 - len(spec.inputs))
     many = len(spec.inputs)
@@ -82,7 +81,7 @@ def _prepare(
             raise ValueError(f"{len(inputs)} tensors for {many} inputs")
         values: list[torch.Tensor | None] = [None, *inputs, *behind]
         device = inputs[0].device if inputs else torch.device("cpu")
-        for op, attrs, operands, prepare, results, gone in steps:
+        for op, attrs, compute, operands, prepare, results, gone in steps:
             given = [values[at] for at in operands]
             if op == "expand" and need(given[0]).dim() == 0:
                 given = [torch.full((), need(given[0]).item(), dtype=compute, device=device)]
@@ -102,11 +101,12 @@ def _prepare(
     return run
 
 
-# An op, its attributes, the places of its operands, what prepares those, of each result its number,
-# place and dtype, and the places that no later op reads.
+# An op, its attributes, the dtype that it computes in, the places of its operands, what prepares
+# those, of each result its number, place and dtype, and the places that no later op reads.
 _Step = tuple[
     str,
     dict[str, Any],
+    torch.dtype,
     tuple[int, ...],
     _Prepare | None,
     list[tuple[int, int, torch.dtype]],
@@ -117,15 +117,16 @@ _Step = tuple[
 def _steps(
     spec: GraphSpec,
     dtype: torch.dtype | None,
-    compute: torch.dtype,
     place: Mapping[str | None, int],
 ) -> list[_Step]:
     """The ops in order, their tensors by ``place``."""
     last_use = {name: index for index, node in enumerate(spec.nodes) for name in node.operands}
+    dtypes = {name: dtype or tensor.dtype for name, tensor in spec.tensors.items()}
+    dtypes |= dict.fromkeys(_exact_numbers(spec), dtype or torch.float64)
     steps: list[_Step] = []
     for index, node in enumerate(spec.nodes):
         results = [
-            (number, place[name], dtype or spec.tensors[name].dtype)
+            (number, place[name], dtypes[name])
             for number, name in enumerate(node.outputs)
             if name is not None
         ]
@@ -135,11 +136,26 @@ def _steps(
             if last_use[name] == index and name not in spec.outputs
         }
         operands = tuple(place[name] for name in node.inputs)
+        compute = _computes_in(spec, node) if dtype is None else dtype
         prepare: _Prepare | None = None
         if node.op == "aten":
             prepare = _for_torch(spec, node, compute, named_dtypes=dtype is None)
-        steps.append((node.op, dict(node.attrs), operands, prepare, results, tuple(gone)))
+        steps.append((node.op, dict(node.attrs), compute, operands, prepare, results, tuple(gone)))
     return steps
+
+
+def _computes_in(spec: GraphSpec, node: Node) -> torch.dtype:
+    """The dtype that an op computes in: the graph's, or float64 where it reads or makes that."""
+    names = (*node.operands, *node.results)
+    wide = any(spec.tensors[name].dtype == torch.float64 for name in names)
+    return torch.float64 if wide else spec.compute_dtype
+
+
+def _exact_numbers(spec: GraphSpec) -> set[str]:
+    """The constants that an op in float64 reads, which are not rounded to float32 for it."""
+    made = {node.results[0] for node in spec.nodes if node.op == "constant"}
+    wide = (node for node in spec.nodes if _computes_in(spec, node) == torch.float64)
+    return {name for node in wide for name in node.operands if name in made} - {*spec.outputs}
 
 
 def _for_torch(

@@ -78,7 +78,10 @@ class Backward:
     ) -> None:
         self.spec, self.wrt, self.active, self.saved = spec, wrt, active, saved
         self.dtypes = torch_dtypes(spec)
-        self.graph = Graph(f"{spec.name}_backward", compute_dtype=spec.compute_dtype)
+        # With float64 anywhere all of it is, for no gradient is to lose what the forward kept.
+        wide = any(tensor.dtype == torch.float64 for tensor in spec.tensors.values())
+        self.compute_dtype = torch.float64 if wide else spec.compute_dtype
+        self.graph = Graph(f"{spec.name}_backward", compute_dtype=self.compute_dtype)
         self.producer = {name: node for node in spec.nodes for name in node.results}
         self.requested: dict[str, None] = {}
         taken = set(spec.tensors)
@@ -97,7 +100,7 @@ class Backward:
         spec = value.spec
         if spec is None or not spec.dtype.is_floating_point:
             return value
-        return Value(self.graph, value.name, replace(spec, dtype=self.spec.compute_dtype))
+        return Value(self.graph, value.name, replace(spec, dtype=self.compute_dtype))
 
     def narrow(self, value: Value, dtype: torch.dtype) -> Value:
         """The same value in ``dtype``, for an anchor to read; see :meth:`anchor`."""

@@ -67,7 +67,7 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
 
     ``name`` is a Python identifier. ``compute_dtype`` is the dtype of arithmetic: float32, or
     float64 when an input is float64. ``intermediate_dtype`` is what values between ops are kept in
-    (default: ``compute_dtype``).
+    (default: ``compute_dtype``), but for what is cast to float64 and what is made of that.
     """
 
     def __init__(
@@ -330,11 +330,12 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
             taken.add(free)
             rename[result] = free
             spec = self._values[result]._known()
+            is_wide = spec.dtype == torch.float64  # a cast to it, and what is made of that
             tensors[free] = TensorSpec(
                 free,
                 spec.shape,
                 spec.stride,
-                intermediate if spec.dtype in FLOATS else spec.dtype,
+                intermediate if spec.dtype in FLOATS and not is_wide else spec.dtype,
             )
         renamed = [
             Node(

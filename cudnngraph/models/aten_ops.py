@@ -126,4 +126,6 @@ def hands_on(node: torch.fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-_COPIES = ("clone", "lift_fresh_copy", "_to_copy")
+#: Identities that give memory of their own; lift_fresh is of a tensor made in the run, as by
+#: `torch.tensor([1.0])`, which is another in each call of the model.
+_COPIES = ("clone", "lift_fresh", "lift_fresh_copy", "_to_copy")

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import threading
 from collections import UserDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import lru_cache
@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from ..arguments import LAZY, is_a, unreadable
@@ -230,10 +231,11 @@ class Call:
 
     def read(self, dtype: torch.dtype | None) -> None:
         """Find what the form of the call is made of; floating tensors are of ``dtype``."""
+        check_untransformed(self.name, self.leaves)
         first: dict[int, int] = {}  # where a tensor stands: a model may ask which are the same
         for place, leaf in enumerate(self.leaves):
             if isinstance(leaf, torch.Tensor):
-                if isinstance(leaf, LAZY):
+                if isinstance(leaf, LAZY) or leaf.is_nested:
                     raise BindError(self.name, unreadable(f"tensor {place}", leaf))
                 floats = leaf.is_floating_point()
                 kept = dtype if dtype is not None and floats else leaf.dtype
@@ -325,6 +327,27 @@ class Call:
             paths, _ = pytree.tree_flatten_with_path(opened(each))
             found += [name + pytree.keystr(path) for path, _ in paths]
         return dict(enumerate(found))
+
+
+def check_untransformed(name: str, tensors: Iterable[Any]) -> None:
+    """Raise :class:`BindError` for tensors that a function transform follows: a graph is run on
+    memory, in which there is no mapped dim, no tangent and no gradient."""
+    functorch: Any = torch._C._functorch
+    unpacked: Any = forward_ad.unpack_dual
+    dual = forward_ad._current_level >= 0
+    if functorch.peek_interpreter_stack() is None and not dual:
+        return
+    for each in tensors:
+        if not isinstance(each, torch.Tensor):
+            continue
+        if functorch.is_functorch_wrapped_tensor(each):
+            what = "a tensor is followed by a transform of torch.func (vmap, grad, jvp)"
+        elif dual and unpacked(each).tangent is not None:
+            what = "a tensor has a tangent, for forward-mode gradients"
+        else:
+            continue
+        mend = "transform the model itself, which is `unfused`"
+        raise BindError(name, [Problem("arguments", what, "tensors of a plain call", mend)])
 
 
 def _casts() -> tuple[Any, ...]:

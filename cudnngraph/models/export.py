@@ -45,6 +45,10 @@ class Exported:
     doubts: tuple[str, ...] = ()
 
 
+#: Traces of torch's replace methods of its modules in all threads, so one waits for another.
+_one_at_a_time = threading.RLock()
+
+
 def export(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Exported:
@@ -53,7 +57,7 @@ def export(
     Raises :class:`CannotImport` for a model that changes its state or its inputs, and for one
     whose ops depend on the numbers in its tensors. The model is left as it was.
     """
-    with by_groups(model):
+    with _one_at_a_time, by_groups(model):
         return _exported(model, args, kwargs)
 
 
@@ -128,6 +132,13 @@ def _exporting() -> Iterator[None]:
         _exporters.remove(threading.get_ident())
 
 
+def is_recording() -> bool:
+    """Whether what runs is recorded, here or by torch.export or torch.jit.trace: a fused model
+    then runs as the model that it is of."""
+    jit: Any = torch.jit
+    return is_exporting() or torch.compiler.is_exporting() or bool(jit.is_tracing())
+
+
 def is_exporting() -> bool:
     """Whether this thread is in :func:`export`: what is made of torch's modules calls those then,
     for a graph of their ops can do more than a call of ours in it."""
@@ -183,11 +194,12 @@ def by_torch(
 
     ``asked`` are lines of runs before, at which the model has asked for the numbers in a tensor.
     """
+    from torch._dynamo.convert_frame import compile_lock
     from torch.export.graph_signature import InputKind
 
     name = type(model).__name__
     try:
-        with torch.no_grad(), _watched(model) as changes:
+        with compile_lock, torch.no_grad(), _watched(model) as changes:
             program = torch.export.export(model, tuple(args), dict(kwargs or {}), strict=False)
             program = program.run_decompositions({})
     except Exception as error:

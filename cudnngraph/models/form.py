@@ -20,7 +20,7 @@ from ..runtime.compile import generates, start_workers
 from .alternatives import Copied, compiled
 from .aten_ops import CONVOLUTIONS
 from .bound import Bound, cut_to
-from .calls import CONSTANTS, Call, Pattern, called_by_leaves, mapped
+from .calls import CONSTANTS, Call, Pattern, called_by_leaves, check_untransformed, mapped
 from .check import Ahead, Errors, floats
 from .convert import Imported, convert
 from .export import Exported, export, foreign
@@ -123,6 +123,7 @@ def make(
     is no single graph for such calls.
     """
     name = type(model).__name__
+    check_untransformed(name, (*model.parameters(), *model.buffers()))
     tensors = [(at, each) for at, each in enumerate(call.leaves) if isinstance(each, torch.Tensor)]
     problems = [each for at, tensor in tensors for each in unreadable(f"tensor {at}", tensor)]
     if problems:

@@ -39,11 +39,11 @@ from .bound import MAX_SHAPES, Bound
 from .buckets import Buckets, cuts_of
 from .calls import Call, flat, in_order, parameters
 from .check import Ahead, Errors, Wanted, copied
-from .export import asks, is_exporting
+from .export import asks, is_recording
 from .form import Form, Options, difference, make
 from .numbers import Numbers, warn_of
 from .report import Report
-from .stand_in import StandIn, first_floating_dtype
+from .stand_in import Parts, StandIn, first_floating_dtype
 
 _log = logging.getLogger(__name__)
 #: What says that a number cannot be an input of the graph.
@@ -56,7 +56,8 @@ class Fused(StandIn):
     It stands for the model, which is ``unfused``: attributes and methods that this class has not
     are the model's, and methods of the model run it as it is. ``report`` is that of the example's
     form; ``bound(*args)`` gives the graph that calls like this run. Weights are those of the model
-    when a form was first seen; :meth:`refresh` takes the present ones.
+    when a form was first seen, until others are in their place; :meth:`refresh` takes the present
+    ones after writes.
     """
 
     report: Report | None = None
@@ -95,6 +96,7 @@ class Fused(StandIn):
         self._check = check
         self._numbers = Numbers()
         self._forms: OrderedDict[Hashable, Form] = OrderedDict()
+        self._parts: Parts | None = None  # of the model, as forms have them
         self._dropped = 0  # forms
         self._lock = threading.Lock()
 
@@ -103,6 +105,7 @@ class Fused(StandIn):
         fresh: dict[str, Any] = {
             "_forms": OrderedDict(),
             "_lock": None,
+            "_parts": None,
             "_numbers": Numbers(),
             "report": None,
         }
@@ -120,7 +123,7 @@ class Fused(StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own; results have no gradient."""
-        if is_exporting():  # as a part of another model
+        if is_recording():  # as a part of another model
             return self.unfused(*args, **kwargs)
         call = self._call(args, kwargs)
         with self._running():
@@ -142,7 +145,11 @@ class Fused(StandIn):
     def refresh(self) -> None:
         """Forget the weights that were bound; the plans stay in the cache."""
         with self._lock:
-            self._forms.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._forms.clear()
+        self._parts = None
 
     def _first(self, args: Any, kwargs: Any) -> None:
         """Make the form of an example, and compare its results with the model's."""
@@ -164,6 +171,7 @@ class Fused(StandIn):
                     raise CannotImport(f"{self._name} {asks(form.doubts[0])}") from error
                 raise
         self.report = replace(self.report, errors=errors)
+        self._parts = Parts(self.unfused)  # its runs may have changed what it keeps
 
     def _checked_first(
         self, wanted: Wanted, form: Form, results: Any, args: Any, kwargs: Any
@@ -219,6 +227,9 @@ class Fused(StandIn):
 
         ``ahead`` is for :func:`~.form.make`.
         """
+        if self._parts is not None and not self._parts.are_there():
+            _log.info("%s: parts were replaced, so its graphs are compiled anew", self._name)
+            self._forget()
         try:
             inputs = self._numbers.inputs(call)
             key = call.key(inputs)
@@ -239,6 +250,7 @@ class Fused(StandIn):
             if other.pattern == form.pattern and other.inputs < form.inputs:
                 del self._forms[old]  # no call runs it any more
         self._forms[key] = form
+        self._parts = self._parts or Parts(self.unfused)
         while len(self._forms) > self._max_shapes:
             _, last = self._forms.popitem(last=False)
             self._dropped += 1

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from . import whole
+from .trace import is_compiling
 
 
 def retraced(traced: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.GraphModule:
@@ -22,9 +23,13 @@ def retraced(traced: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.Grap
         graph.output(graph.graph_copy(traced.graph, {}))
         whole.as_torch(graph)
         return torch.fx.GraphModule(traced, graph)
+    from torch._dynamo.convert_frame import compile_lock
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    made: torch.fx.GraphModule = make_fx(traced, tracing_mode="fake")(*args)
+    # A trace of torch.fx is one of the whole process: torch.compile in another thread is to wait,
+    # and calls of what is compiled there are to know that no user's trace is going on.
+    with compile_lock, is_compiling():
+        made: torch.fx.GraphModule = make_fx(traced, tracing_mode="fake")(*args)
     whole.as_torch(made.graph)
     made.recompile()
     return made

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -154,6 +156,25 @@ class StandIn(nn.Module):
         """Load as a part of another module, which calls this."""
         self.unfused._load_from_state_dict(*args, **kwargs)
         self.refresh()
+
+
+class Parts:
+    """The parameters, buffers and modules within a module, to tell whether others stand in their
+    places: a part that was replaced, or what :func:`torch.func.functional_call` puts there for a
+    call. Writes to tensors are not told."""
+
+    def __init__(self, module: nn.Module) -> None:
+        kinds = ((each._parameters, each._buffers, each._modules) for each in module.modules())
+        self._places: list[dict[str, Any]] = [held for three in kinds for held in three if held]
+        self._then = self._now()
+
+    def _now(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._places))]
+
+    def are_there(self) -> bool:
+        """Whether each is where it was."""
+        now = self._now()
+        return len(now) == len(self._then) and all(map(operator.is_, now, self._then))
 
 
 def first_floating_dtype(module: nn.Module) -> torch.dtype | None:

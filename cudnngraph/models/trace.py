@@ -17,7 +17,7 @@ import operator
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -624,6 +624,11 @@ def _saying(way: Sequence[str]) -> Iterator[None]:
         with _said_lock:
             for name in way:
                 setattr(torch.compiler, name, _said[name].pop())
+
+
+def is_compiling() -> AbstractContextManager[None]:
+    """Have torch.compiler.is_compiling() be true in all threads."""
+    return _saying((_COMPILING,))
 
 
 _aside = ExitStack()  # the compiler's stance, while a run of some thread needs it

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from ..backend import env
 from ..backend.plan import Choice
 from ..ir.spec import GraphSpec
@@ -94,7 +96,11 @@ class Kernels:
             return []
 
     def _allowed(self, spec: GraphSpec) -> GraphSpec:
-        """A region that the GPU has instructions for. Raises :class:`Refused`."""
+        """A region that the GPU has instructions for, and that computes in float32. Raises
+        :class:`Refused`."""
+        for name, tensor in spec.tensors.items():
+            if tensor.dtype == torch.float64:
+                raise Refused(f"'{name}' is float64")
         if self._capability < FP8_SINCE:
             wide = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
             if any(tensor.dtype in FP8 for tensor in wide):

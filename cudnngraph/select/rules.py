@@ -15,15 +15,19 @@ from ..partition.cuts import on_numbers
 from .dropout_probe import has_seeded_dropout
 
 INT32_MAX = 2**31 - 1
+NO_FLOAT64 = "cuDNN graphs have no float64"
 
 
 def why_not_cudnn(spec: GraphSpec) -> str | None:
-    """Why a graph is not shown to cuDNN at all, or None."""
+    """Why a graph is not shown to cuDNN at all, or None.
+
+    One that computes in float32, with ops in float64 between, is: it is cut around those.
+    """
     tensors = spec.tensors.values()
     if any(tensor.numel == 0 for tensor in tensors):
         return "a tensor is empty"
-    if any(tensor.dtype == torch.float64 for tensor in tensors):
-        return "cuDNN graphs have no float64"
+    if spec.compute_dtype == torch.float64:
+        return NO_FLOAT64
     large = [tensor for tensor in tensors if max(tensor.numel, tensor.extent) > INT32_MAX]
     if large:
         return f"'{large[0].name}' spans {large[0].extent} elements, over 2^31 - 1"
@@ -58,6 +62,8 @@ def why_split(spec: GraphSpec) -> str | None:
 
 def why_never_one(spec: GraphSpec) -> str | None:
     """Why a graph is no plan of cuDNN's whatever its sizes, or None."""
+    if any(tensor.dtype == torch.float64 for tensor in spec.tensors.values()):
+        return NO_FLOAT64
     nodes, anchors = compute_nodes(spec.nodes), _anchors(spec)
     if len(anchors) > 1:
         names = " and ".join(dict.fromkeys(node.op for node in anchors))

@@ -15,6 +15,7 @@ from cudnngraph.backend.plan import Choice
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import heuristic
 from cudnngraph.select.decision import Selection
+from cudnngraph.select.kernels import Kernels
 from cudnngraph.select.rules import why_not_cudnn, why_split
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
@@ -267,6 +268,25 @@ def test_what_cudnn_must_not_see_is_one_torch_step(spec: GraphSpec, reason: str)
     selection = heuristic.heuristic(spec, POLICY, build)
     assert chosen(selection) == [(("relu",), "torch")]
     assert selection.steps[0].decisions[0].reason == reason
+
+
+def test_float64_between_other_ops_is_torchs_and_they_are_not() -> None:
+    g = cg.Graph("g")
+    x, w = g.input("x", (16, 16), F16), g.input("w", (16, 16), F16)
+    y = g.cast(x @ w, F64) * (1 / 3) + 1e5 - 1e5
+    g.output("y", g.cast(y, F16) @ w)
+    selection = heuristic.heuristic(
+        g.spec(),
+        POLICY,
+        builder(lambda kinds: True),
+        Kernels(132),
+        lambda parts: ["none"] * len(parts),
+    )
+    by_cudnn = [kinds for kinds, runs_on in chosen(selection) if runs_on == "cuDNN"]
+    assert [kinds for kinds in by_cudnn if "matmul" in kinds] == [("matmul",), ("matmul",)]
+    for step in selection.steps:
+        if any(tensor.dtype == F64 for tensor in step.spec.tensors.values()):
+            assert step.choice is None, step.spec.name
 
 
 def test_an_output_that_alone_is_too_large_is_found() -> None:

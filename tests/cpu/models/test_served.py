@@ -1,0 +1,179 @@
+"""Habits of serving: what is done with results, weights, transforms and tracers around a fused
+model."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cudnngraph as cg
+
+BF16_STEP = 2.0**-8  # the relative error of a rounding to bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _new_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    gc.collect()
+    yield
+
+
+class MakesConstants(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.linear(x), torch.tensor([1.0, 2.0]), torch.tensor(3.0), self.linear.bias
+
+
+def test_what_a_model_makes_of_numbers_is_the_callers() -> None:
+    model, x = MakesConstants().eval(), torch.randn(2, 4)
+    fused = cg.fuse(model, x)
+    for _ in range(2):
+        y, made, scalar, bias = fused(x)
+        assert made.tolist() == [1.0, 2.0] and scalar.item() == 3.0
+        for each in (y, made, scalar):
+            each.fill_(7.0)
+    assert bias.data_ptr() == model.linear.bias.data_ptr(), "what it holds is handed on"
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+
+
+def test_functional_call_gives_the_results_of_the_tensors_that_it_is_given() -> None:
+    model, x = net(), torch.randn(3, 4)
+    fused = cg.fuse(model, x)
+    other = {name: 2 * each.detach() for name, each in model.named_parameters()}
+    with torch.no_grad():
+        for _ in range(2):
+            made = torch.func.functional_call(fused, other, (x,))
+            torch.testing.assert_close(made, torch.func.functional_call(model, other, (x,)))
+            torch.testing.assert_close(fused(x), model(x))
+
+
+def test_parts_that_were_replaced_are_taken() -> None:
+    model, x = net(), torch.randn(3, 4)
+    fused = cg.fuse(model, x)
+    model[2] = nn.Linear(8, 2)
+    torch.testing.assert_close(fused(x), model(x).detach())
+    model[0].bias = nn.Parameter(torch.ones(8))
+    torch.testing.assert_close(fused(x), model(x).detach())
+    state = {name: 0.5 * each for name, each in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    torch.testing.assert_close(fused(x), model(x).detach())
+    before = fused.bound(x)
+    assert fused.bound(x) is before, "what stays is compiled once"
+
+
+def test_transforms_of_torch_func_are_refused_with_the_mend() -> None:
+    model, x = net(), torch.randn(3, 4)
+    fused = cg.fuse(model, x)
+
+    def by_parameters(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        made: torch.Tensor = torch.func.functional_call(fused, parameters, (x,))
+        return made.sum()
+
+    stacked = {n: torch.stack([p, p]).detach() for n, p in model.named_parameters()}
+    for call in (
+        lambda: torch.func.vmap(fused)(torch.stack([x, x])),
+        lambda: torch.func.grad(lambda z: fused(z).sum())(x),
+        lambda: torch.func.jvp(fused, (x,), (x,)),
+        lambda: torch.func.vmap(by_parameters)(stacked),
+    ):
+        with pytest.raises(cg.BindError, match="transform the model itself, which is `unfused`"):
+            call()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(cg.BindError, match="has a tangent"):
+            fused(dual)
+        torch.testing.assert_close(fused(x), model(x).detach())
+    torch.testing.assert_close(fused(x), model(x).detach())
+
+
+@pytest.mark.parametrize("by", ["jit.trace", "export", "strict export"])
+def test_what_records_a_model_records_the_one_that_is_fused(by: str) -> None:
+    model, x = net(), torch.randn(3, 4)
+    outer = nn.Sequential(cg.fuse(model, x)).eval()
+    if by == "jit.trace":
+        recorded: Any = torch.jit.trace(outer, x)
+    else:
+        recorded = torch.export.export(outer, (x,), strict=by != "export").module()
+    torch.testing.assert_close(recorded(x + 1).detach(), model(x + 1).detach())
+    with torch.no_grad():
+        for each in recorded.parameters():
+            each.zero_()
+    assert not recorded(x).any(), "it reads the parameters"
+
+
+def test_a_nested_tensor_is_refused_in_words() -> None:
+    fused = cg.fuse(net(), torch.randn(3, 4))
+    nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(1, 4)])
+    with pytest.raises(cg.BindError, match="is a nested tensor"):
+        fused(nested)
+
+
+def test_threads_may_compile_and_call_at_once() -> None:
+    """Sizes that change are traced again while other threads compile, or call what is compiled."""
+    models = [net(), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).eval()]
+    compiled = [torch.compile(model, backend="cudnngraph") for model in models]
+    failures: list[BaseException] = []
+
+    def serve(first: int) -> None:
+        try:
+            for size in range(4):
+                x = torch.randn(1 + (first + size) % 4, 4)
+                for place in (first, first + 1):
+                    run, model = compiled[place % 2], models[place % 2]
+                    with torch.no_grad():
+                        torch.testing.assert_close(run(x), model(x))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=serve, args=(first,)) for first in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failures, failures[0]
+
+
+class Casts(nn.Module):
+    """Under autocast, so that torch.export imports it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: torch.Tensor = self.linear(x)
+        return y.float()
+
+
+def test_threads_may_fuse_at_once_what_torch_export_imports() -> None:
+    failures: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            model, x = Casts().eval(), torch.randn(2, 4)
+            with torch.no_grad():
+                torch.testing.assert_close(
+                    cg.fuse(model, x)(x), model(x), rtol=2 * BF16_STEP, atol=2 * BF16_STEP
+                )
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=serve) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failures, failures[0]
