@@ -31,6 +31,12 @@ from .transforms import NO_SECOND, Transformed, check_dropout, laid_out
 
 _log = logging.getLogger(__name__)
 
+_is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+_NO_BATCHED = (
+    "takes one gradient at a time, not several as of is_grads_batched=True or "
+    "torch.autograd.functional.jacobian(vectorize=True); call torch.func.jacrev, or autograd for each"
+)
+
 
 @dataclass
 class Pair:
@@ -304,6 +310,8 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         pair: Pair = ctx.pair
         saved, backward = ctx.saved_tensors, pair.backward
+        if any([grad is not None and _is_batched(grad) for grad in grads]):
+            raise FeatureMissing(f"graph '{pair.forward.spec.name}' {_NO_BATCHED}")
         given: list[Any] = [saved[at] if at >= 0 else grads[-1 - at] for at in pair.taken]
         results = backward.outputs_if_fit(given)
         if results is None:
