@@ -34,7 +34,8 @@ _log = logging.getLogger(__name__)
 _is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 _NO_BATCHED = (
     "takes one gradient at a time, not several as of is_grads_batched=True or "
-    "torch.autograd.functional.jacobian(vectorize=True); call torch.func.jacrev, or autograd for each"
+    "torch.autograd.functional.jacobian(vectorize=True); call torch.func.jacrev, or autograd for "
+    "each"
 )
 
 
