@@ -26,6 +26,7 @@ from ..settings import current
 from . import comparison
 from .compile import compile as compile_spec
 from .compile import device_of, resolve_policy
+from .copies import Compiled
 from .executable import Executable, Over, R, transforming
 from .transforms import NO_SECOND, Transformed, check_dropout, laid_out
 
@@ -86,7 +87,7 @@ class Pair:
         return backward
 
 
-class Trainable(Generic[R]):
+class Trainable(Compiled, Generic[R]):
     """A compiled graph whose call torch autograd can differentiate; see ``Graph.compile``.
 
     Called like an :class:`~cudnngraph.Executable`, with which it shares ``spec``, ``device`` and
@@ -110,7 +111,7 @@ class Trainable(Generic[R]):
         self.spec = spec
         self.device = device
         self.policy = policy
-        self.check = check
+        self.check: bool = check
         self._check_inference = check
         able = differentiable(spec)
         self._floating = tuple((at, name) for at, name in enumerate(spec.inputs) if name in able)
