@@ -65,12 +65,16 @@ def conv_norm_act(
     """act(batch_norm(conv(x, weight) + bias) + residual).
 
     In training with running statistics also the next ones; with a momentum of 1.0 those are the
-    batch's own mean and unbiased variance.
+    batch's own mean and unbiased variance. An empty batch has none: the running ones stay.
     """
     convolve = g.conv_transpose if transposed else g.conv
     y, batch = convolve(x, weight, **dict(geometry)), ()
     y = y if bias is None else g.bias(y, bias)
-    if training:
+    if training and y.spec is not None and not y.spec.numel:
+        y = g.bias(g.scale(y, bn_weight), bn_bias)  # type: ignore[arg-type]
+        running = (running_mean, running_var)
+        batch = tuple([g.identity(v) for v in running if v is not None])  # type: ignore[assignment]
+    elif training:
         y, _, _, *batch = g.batch_norm_train(  # type: ignore[assignment]
             y,
             bn_weight,  # type: ignore[arg-type]

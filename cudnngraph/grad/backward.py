@@ -123,23 +123,41 @@ class Backward:
 
     def forward(self, name: str) -> Value:
         """A tensor of the forward: given, or recomputed from what is given."""
-        self.requested[name] = None
-        if name not in self._forward:
-            node, value = self.producer.get(name), self._made(name)
-            number = node is not None and node.op == "constant"  # these go with any dtype
-            self._forward[name] = value if number else self.wide(value)
+        waiting = [name]
+        while waiting:
+            last = waiting[-1]
+            self.requested[last] = None
+            if last not in self._forward:
+                first = next((n for n in self._sources(last) if n not in self._forward), None)
+                if first is not None:
+                    waiting.append(first)
+                    continue
+                node, value = self.producer.get(last), self._made(last)
+                number = node is not None and node.op == "constant"  # these go with any dtype
+                self._forward[last] = value if number else self.wide(value)
+            waiting.pop()
         return self._forward[name]
 
+    def _given(self, name: str) -> bool:
+        there = name in self.spec.inputs or name in self.spec.outputs
+        return there or self.saved is None or name in self.saved
+
+    def _sources(self, name: str) -> Iterable[str]:
+        """The tensors that one of the forward is recomputed from; none if it is given."""
+        node = self.producer.get(name)
+        return () if node is None or self._given(name) else node.operands
+
     def _made(self, name: str) -> Value:
+        """A tensor of the forward whose sources are there."""
         node = self.producer.get(name)
         if node is not None and node.op == "constant":
             return scalar(self.graph, node.attr("value"))
-        there = name in self.spec.inputs or name in self.spec.outputs
-        if there or node is None or self.saved is None or name in self.saved:
+        if node is None or self._given(name):
+            there = name in self.spec.inputs or name in self.spec.outputs
             tensor = self.spec.tensors[name]
             dtype = tensor.dtype if there else self.dtypes[name]
             return self.graph.input(name, tensor.shape, dtype, stride=tensor.stride)
-        operands = [None if operand is None else self.forward(operand) for operand in node.inputs]
+        operands = [None if each is None else self._forward[each] for each in node.inputs]
         return apply(self.graph, node.op, operands, dict(node.attrs))[0]
 
     def users(self, name: str) -> int:

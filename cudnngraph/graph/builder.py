@@ -268,6 +268,11 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
             bits: value for bits, value in self._scalars.items() if value.name in self._values
         }
         self._numbers &= set(self._values)
+        self._tables = {
+            key: tables
+            for key, tables in self._tables.items()
+            if all(self._values.get(table.name) is table for table in tables)
+        }
         del self._nodes[mark[0] :], self.problems[mark[1] :]
 
     def drop_unused_inputs(self) -> None:

@@ -297,6 +297,10 @@ class GraphSpec:
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
         object.__setattr__(self, "nodes", canonical_order(self.nodes, self.outputs))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = (self.nodes, self.inputs, self.outputs, self.compute_dtype)
+        return GraphSpec, (self.name, dict(self.tensors), *fields)
+
     @property
     def intermediates(self) -> tuple[str, ...]:
         """Names of the tensors between the ops, in canonical order."""

@@ -22,8 +22,8 @@ from ..runtime import comparison
 from ..runtime.executable import Executable
 from ..runtime.state import Held, agree
 from ..select.tolerance import relative_error
+from . import compiler
 from .calls import flat, mapped
-from .trace import compiler_aside
 
 _log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ def in_wide(
         wide_args, wide_kwargs = mapped(
             lambda leaf: leaf.to(dtype) if floats(leaf) else leaf, (args, kwargs)
         )
-        with compiler_aside(), _Wide(dtype):
+        with compiler.aside(), _Wide(dtype):
             exact = results_of(wide, wide_args, wide_kwargs)
         if any(map(_is_far, own, exact)):
             alike = results_of(copied(model), args, kwargs)

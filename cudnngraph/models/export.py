@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ..errors import CannotImport
 from ..runtime.state import Held, check_kept
 from . import trace as tracer
+from .compiler import WAYS
 from .experts import ONE_SHAPE, by_groups
 
 _TORCH = Path(torch.__file__).parent
@@ -93,7 +94,7 @@ def _traced(
     """The first run of a model that will do, what others have changed is put back; and where runs
     have asked for the numbers in a tensor."""
     asked: list[str] = []
-    for way in tracer.WAYS:
+    for way in WAYS:
         traced = tracer.trace(model, args, kwargs, way, asked)
         if traced is not None:
             return traced, asked

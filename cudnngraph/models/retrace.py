@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from . import whole
-from .trace import is_compiling
+from .compiler import is_compiling
 
 
 def retraced(traced: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.GraphModule:

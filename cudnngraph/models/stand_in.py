@@ -165,11 +165,11 @@ class Parts:
 
     def __init__(self, module: nn.Module) -> None:
         kinds = ((each._parameters, each._buffers, each._modules) for each in module.modules())
-        self._places: list[dict[str, Any]] = [held for three in kinds for held in three if held]
+        self._places = [held.values() for three in kinds for held in three if held]
         self._then = self._now()
 
     def _now(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, self._places))]
+        return [*chain.from_iterable(self._places)]
 
     def are_there(self) -> bool:
         """Whether each is where it was."""

@@ -17,7 +17,7 @@ import operator
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -34,6 +34,7 @@ from ..ops import meta as forms
 from ..ops.pooling import UPSAMPLE
 from . import finite, flex
 from .aliases import Aliases
+from .compiler import COMPILER, aside, saying
 
 _aten: Any = torch.ops.aten
 _log = logging.getLogger(__name__)
@@ -594,68 +595,9 @@ class _NoCompiler:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         """As the import system asks."""
-        if name == _COMPILER and threading.get_ident() == self._thread:
+        if name == COMPILER and threading.get_ident() == self._thread:
             self.asked = True
             raise Untraceable(f"it needs {name}")
-
-
-_COMPILER = "torch._dynamo"
-_COMPILING, _EXPORTING = "_is_compiling_flag", "_is_exporting_flag"
-
-
-#: What a run may say of itself: torch.compiler's is_compiling(), nothing, or is_exporting() too.
-#: A model that is compiled does not ask for the numbers in a tensor (whether a mask hides any), but
-#: may have control flow in the place of a loop.
-WAYS = ((_COMPILING,), (), (_COMPILING, _EXPORTING))
-_said: dict[str, list[bool]] = {name: [] for name in WAYS[-1]}
-_said_lock = threading.Lock()
-
-
-@contextmanager
-def _saying(way: Sequence[str]) -> Iterator[None]:
-    """Set flags of torch.compiler, which are those of all threads, until the last of this way."""
-    with _said_lock:
-        for name in way:
-            _said[name].append(getattr(torch.compiler, name))
-            setattr(torch.compiler, name, True)
-    try:
-        yield
-    finally:
-        with _said_lock:
-            for name in way:
-                setattr(torch.compiler, name, _said[name].pop())
-
-
-def is_compiling() -> AbstractContextManager[None]:
-    """Have torch.compiler.is_compiling() be true in all threads."""
-    return _saying((_COMPILING,))
-
-
-_aside = ExitStack()  # the compiler's stance, while a run of some thread needs it
-_runs_aside = 0
-
-
-@contextmanager
-def compiler_aside() -> Iterator[None]:
-    """Have compiled functions run as they are, in all threads, until the last such run ends.
-
-    Else what a model compiles within itself would meet modes, and stay so in the compiler's caches.
-    """
-    global _runs_aside
-    if _COMPILER not in sys.modules:
-        yield
-        return
-    with _said_lock:
-        if not _runs_aside:
-            _aside.enter_context(torch.compiler.set_stance("force_eager"))
-        _runs_aside += 1
-    try:
-        yield
-    finally:
-        with _said_lock:
-            _runs_aside -= 1
-            if not _runs_aside:
-                _aside.close()
 
 
 def trace(
@@ -675,7 +617,7 @@ def trace(
     if _casts():
         return None
     try:
-        with _saying(way):
+        with saying(way):
             return _traced(model, args, kwargs)
     except (Writes, Foreign):
         raise
@@ -687,7 +629,7 @@ def trace(
 
 
 def _traced(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
-    if _COMPILER not in sys.modules:
+    if COMPILER not in sys.modules:
         guard: Any = _NoCompiler()
         sys.meta_path.insert(0, guard)
         try:
@@ -701,5 +643,5 @@ def _traced(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 raise
         finally:
             sys.meta_path.remove(guard)
-    with compiler_aside():
+    with aside():
         return Traced(model, args, kwargs)

@@ -27,6 +27,7 @@ from ..select.decision import Decision, StepPlan
 from . import fast_call
 from .bound import BoundCall, CapturedCall
 from .checks import fit, neighbours, overlap, tensor_problems
+from .copies import Compiled
 from .process import PROCESS
 from .program import Program
 
@@ -57,7 +58,7 @@ else:
     R = TypeVar("R", covariant=True)
 
 
-class Executable(Generic[R]):
+class Executable(Compiled, Generic[R]):
     """A compiled graph: call it with tensors, let it write into yours, or bind them once.
 
     ``spec`` is the graph, ``device`` where it runs, ``key`` what its plans are cached by,

@@ -27,7 +27,7 @@ from .compile import resolve_policy
 from .executable import Executable, Over, R, transforming
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 EXECUTABLES_KEPT = 1024
 STATICS_KEPT = 1024
@@ -388,6 +388,12 @@ class Specialized(Generic[R]):
         with self._lock:
             self._executables.clear()
             self._transformed.clear()
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
     def __repr__(self) -> str:
         return f"<specialized {self.__name__}, {len(self)} executable(s)>"

@@ -26,10 +26,18 @@ from ..settings import current
 from . import comparison
 from .compile import compile as compile_spec
 from .compile import device_of, resolve_policy
+from .copies import Compiled
 from .executable import Executable, Over, R, transforming
 from .transforms import NO_SECOND, Transformed, check_dropout, laid_out
 
 _log = logging.getLogger(__name__)
+
+_is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+_NO_BATCHED = (
+    "takes one gradient at a time, not several as of is_grads_batched=True or "
+    "torch.autograd.functional.jacobian(vectorize=True); call torch.func.jacrev, or autograd for "
+    "each"
+)
 
 
 @dataclass
@@ -79,7 +87,7 @@ class Pair:
         return backward
 
 
-class Trainable(Generic[R]):
+class Trainable(Compiled, Generic[R]):
     """A compiled graph whose call torch autograd can differentiate; see ``Graph.compile``.
 
     Called like an :class:`~cudnngraph.Executable`, with which it shares ``spec``, ``device`` and
@@ -103,7 +111,7 @@ class Trainable(Generic[R]):
         self.spec = spec
         self.device = device
         self.policy = policy
-        self.check = check
+        self.check: bool = check
         self._check_inference = check
         able = differentiable(spec)
         self._floating = tuple((at, name) for at, name in enumerate(spec.inputs) if name in able)
@@ -304,6 +312,8 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         pair: Pair = ctx.pair
         saved, backward = ctx.saved_tensors, pair.backward
+        if any([grad is not None and _is_batched(grad) for grad in grads]):
+            raise FeatureMissing(f"graph '{pair.forward.spec.name}' {_NO_BATCHED}")
         given: list[Any] = [saved[at] if at >= 0 else grads[-1 - at] for at in pair.taken]
         results = backward.outputs_if_fit(given)
         if results is None:

@@ -157,3 +157,16 @@ def test_a_linear_layer_of_no_features_has_gradients(features: int, results: int
     cg.functional.linear(x, weight).sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape and not x.grad.any()
     assert weight.grad is not None and weight.grad.shape == weight.shape
+
+
+def test_a_long_chain_has_a_gradient() -> None:
+    """What is recomputed is followed without recursion, of which Python has a limited depth."""
+    many, x = 350, torch.full((2,), 0.5, dtype=torch.float64, requires_grad=True)
+    g = cg.Graph("chain")
+    y, expected = g.input("x", (2,), torch.float64), x
+    for _ in range(many):
+        y, expected = y - y * y * 1e-3, expected - expected * expected * 1e-3
+    g.output("y", y)
+    wanted = torch.autograd.grad(expected.sum(), x)[0]
+    (got,) = torch.autograd.grad(g.compile("cpu", training=True)(x).sum(), x)
+    assert torch.allclose(got, wanted, rtol=1e-12)

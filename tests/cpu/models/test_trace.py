@@ -17,7 +17,7 @@ import cudnngraph as cg
 from cudnngraph.errors import CannotImport
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import print_spec
-from cudnngraph.models import export, trace
+from cudnngraph.models import compiler, export, trace
 from cudnngraph.models.convert import Imported, convert
 from tests import numerics, python
 from tests.models import NETS, Of, image
@@ -354,9 +354,9 @@ def _exports(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 SAYS: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
-    "asks": (_asks, trace.WAYS[0], "where"),
-    "loops": (_loops, trace.WAYS[1], "mul"),
-    "exports": (_exports, trace.WAYS[2], "mul"),
+    "asks": (_asks, compiler.WAYS[0], "where"),
+    "loops": (_loops, compiler.WAYS[1], "mul"),
+    "exports": (_exports, compiler.WAYS[2], "mul"),
 }
 
 
@@ -364,8 +364,8 @@ SAYS: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
 def test_a_model_hears_that_it_is_traced(name: str) -> None:
     function, way, op = SAYS[name]
     model, x = Of(function).eval(), image(2, 6)
-    found = [trace.trace(model, (x,), {}, each) is not None for each in trace.WAYS]
-    assert found[trace.WAYS.index(way)] and not any(found[: trace.WAYS.index(way)])
+    found = [trace.trace(model, (x,), {}, each) is not None for each in compiler.WAYS]
+    assert found[compiler.WAYS.index(way)] and not any(found[: compiler.WAYS.index(way)])
     made = export.export(model, (x,))
     assert isinstance(made.module, trace.Traced)
     assert op in {
@@ -390,8 +390,8 @@ def test_a_run_that_fails_leaves_no_flag_and_no_state() -> None:
     with pytest.raises(CannotImport):
         export.export(model, (image(2, 3),))
     runs = [seen.get() for _ in range(seen.qsize())]
-    ours = [compiling for compiling, _ in runs[: len(trace.WAYS)]]
-    assert ours == [bool(way) for way in trace.WAYS]
+    ours = [compiling for compiling, _ in runs[: len(compiler.WAYS)]]
+    assert ours == [bool(way) for way in compiler.WAYS]
     assert all(not kept for _, kept in runs) and model.kept == []
     assert not torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
@@ -402,7 +402,7 @@ def test_flags_of_several_threads_end_with_the_last() -> None:
 
     def run() -> None:
         for _ in range(20):
-            if trace.trace(model, (image(2, 3),), {}, trace.WAYS[0]) is None:
+            if trace.trace(model, (image(2, 3),), {}, compiler.WAYS[0]) is None:
                 failed.append(1)
 
     threads = [threading.Thread(target=run) for _ in range(4)]

@@ -147,6 +147,35 @@ def test_a_batch_of_one_value_is_refused_as_by_torch() -> None:
         block(torch.randn(1, 4, 1, 1, dtype=F64))
 
 
+@pytest.mark.parametrize("tracks", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
+def test_an_empty_batch_trains_as_by_torch(tracks: bool, momentum: float | None) -> None:
+    options: Any = {"momentum": momentum, "track_running_stats": tracks, "dtype": F64}
+    ours = cg.FusedConvBlock(4, 6, 3, **options)
+    theirs = copy.deepcopy(ours.to_torch())
+    for x in (torch.zeros(0, 4, 5, 5, dtype=F64), torch.randn(2, 4, 5, 5, dtype=F64)):
+        y, expected = ours(x), theirs(x)
+        assert y.shape == expected.shape
+        for made in (y, expected):
+            made.sum().backward()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert a.grad is not None
+            assert distance(a.grad, b.grad) < EXACT
+        for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
+            assert torch.allclose(a, b)
+
+
+def test_an_empty_batch_trains_in_a_separable_convolution() -> None:
+    ours = cg.FusedDepthwiseSeparable(4, 6, dtype=F64)
+    before = [each.clone() for each in ours.buffers()]
+    y = ours(torch.zeros(0, 4, 5, 5, dtype=F64), torch.zeros(0, 6, 5, 5, dtype=F64))
+    y.sum().backward()
+    assert y.shape == (0, 6, 5, 5)
+    assert all(not each.grad.any() for each in ours.parameters() if each.grad is not None)
+    for old, new in zip(before, ours.buffers(), strict=True):
+        assert torch.equal(old, new) or new.dtype == torch.int64
+
+
 def test_output_size_stands_for_an_output_padding() -> None:
     block = cg.FusedConvTransposeBlock(4, 6, 3, stride=2, padding=1, norm=None, dtype=F64)
     x = torch.randn(2, 4, 5, 5, dtype=F64)

@@ -305,6 +305,17 @@ def test_graphs_of_the_users_own() -> None:
     close(grad(loss(pair), 1)(x, w), grad(loss(lambda *t: theirs(*t)[0]), 1)(x, w))
 
 
+def test_several_gradients_at_a_time_are_refused_in_words() -> None:
+    x, w = made((2, 4, 6, 6), (3, 4, 3, 3))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return CF.conv2d(x, w)
+
+    with pytest.raises(cg.FeatureMissing, match=r"one gradient at a time.*torch\.func\.jacrev"):
+        torch.autograd.functional.jacobian(run, x, vectorize=True)
+    close(jacrev(run)(x), torch.autograd.functional.jacobian(run, x))
+
+
 def test_an_executable_for_inference_says_that_it_has_no_gradient() -> None:
     g = cg.Graph("squash")
     g.output("y", g.tanh(g.input("x", (3, 4), F64)))

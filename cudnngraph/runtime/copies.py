@@ -1,0 +1,42 @@
+"""Copies and pickles of what is compiled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..ir.spec import GraphSpec
+from ..policy import Policy
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Compiled:
+    """What was compiled from a graph: a copy is the object itself, which never changes, so that a
+    module that holds it can be copied; a pickle holds the graph, and is compiled where it is read.
+
+    ``check`` is as of :meth:`Graph.compile` with ``training=True``, None for inference.
+    """
+
+    spec: GraphSpec
+    device: torch.device
+    policy: Policy
+    check: bool | None = None
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (self.spec, self.device, self.policy, self.check)
+
+
+def _again(spec: GraphSpec, device: torch.device, policy: Policy, check: bool | None) -> Any:
+    from .trainable import compile_graph
+
+    training = check is not None
+    return compile_graph(spec, device, policy=policy, training=training, check=check, options={})
