@@ -16,14 +16,11 @@ if TYPE_CHECKING:
 class Compiled:
     """What was compiled from a graph: a copy is the object itself, which never changes, so that a
     module that holds it can be copied; a pickle holds the graph, and is compiled where it is read.
-
-    ``check`` is as of :meth:`Graph.compile` with ``training=True``, None for inference.
     """
 
     spec: GraphSpec
     device: torch.device
     policy: Policy
-    check: bool | None = None
 
     def __copy__(self) -> Self:
         return self
@@ -32,7 +29,11 @@ class Compiled:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (self.spec, self.device, self.policy, self.check)
+        return _again, (self.spec, self.device, self.policy, self._checks())
+
+    def _checks(self) -> bool | None:
+        """``check`` of :meth:`Graph.compile` with ``training=True``; None without."""
+        return None
 
 
 def _again(spec: GraphSpec, device: torch.device, policy: Policy, check: bool | None) -> Any:

@@ -111,7 +111,7 @@ class Trainable(Compiled, Generic[R]):
         self.spec = spec
         self.device = device
         self.policy = policy
-        self.check: bool = check
+        self.check = check
         self._check_inference = check
         able = differentiable(spec)
         self._floating = tuple((at, name) for at, name in enumerate(spec.inputs) if name in able)
@@ -226,6 +226,9 @@ class Trainable(Compiled, Generic[R]):
         for pair in list(self._pairs.values()):
             parts += [pair.forward.explain(), pair.backward.explain()]
         return "\n\n".join(parts)
+
+    def _checks(self) -> bool:
+        return self.check
 
     def __repr__(self) -> str:
         made = [f"({', '.join(wrt)})" for wrt in self._pairs]

@@ -71,7 +71,7 @@ class Siblings(nn.Module):
         self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.q(x).reshape(-1, 16) + self.k(x).reshape(-1, 16)
+        return self.q(x).reshape(-1, 4, 4) + self.k(x).reshape(-1, 4, 4)
 
 
 class Short(nn.Module):
