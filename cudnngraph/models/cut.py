@@ -104,7 +104,7 @@ class Cut:
             reads = tuple(dict.fromkeys(r for node in part for r in _read(node) if r not in part))
             gives = tuple(node for node in part if node in later or node in kept)
             if name := _higher(part[0]):
-                call = _by_torch(traced, part[0], reads, gives)
+                call = _by_torch(traced, part, reads, gives)
                 self._left.append((name, last_line(part[0].meta.get("stack_trace") or "")))
             else:
                 places = tuple(at for at, node in enumerate(reads) if node in weights)
@@ -138,23 +138,27 @@ def _parts(nodes: Sequence[Node]) -> Iterator[list[Node]]:
     """The calls of a graph in order: a higher-order op with its results, and all that is between
     two."""
     part: list[Node] = []
+    results = {each for node in nodes if _higher(node) for each in _results(node)}
     for node in nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or node in results:
             continue
         if _higher(node):
             if part:
                 yield part
-            yield [node, *filter(_is_result, node.users)]
+            yield [node, *_results(node)]
             part = []
-        elif not _is_result(node):
+        else:
             part.append(node)
     if part:
         yield part
 
 
-def _is_result(node: Node) -> bool:
-    """Whether a node is one of the results of a higher-order op."""
-    return node.target is operator.getitem and bool(_higher(node.args[0]))  # type: ignore[arg-type]
+def _results(node: Node) -> Iterator[Node]:
+    """The nodes that take results of one apart."""
+    for user in node.users:
+        if user.target is operator.getitem:
+            yield user
+            yield from _results(user)
 
 
 def _read(node: Node) -> list[Node]:
@@ -181,9 +185,10 @@ def _module(
 
 
 def _by_torch(
-    whole: torch.fx.GraphModule, op: Node, reads: Sequence[Node], gives: Sequence[Node]
+    whole: torch.fx.GraphModule, part: Sequence[Node], reads: Sequence[Node], gives: Sequence[Node]
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """A higher-order op as something to call with what it reads."""
+    """A higher-order op, with its results, as something to call with what it reads."""
+    op, *results = part
     held = {
         each: operator.attrgetter(str(each.target))(whole)
         for each in op.all_input_nodes
@@ -194,7 +199,9 @@ def _by_torch(
     def call(given: list[Any]) -> Sequence[Any]:
         values = {**held, **dict(zip(reads, given, strict=True))}
         args, kwargs = torch.fx.map_arg((op.args, op.kwargs), lambda each: values[each])
-        made = target(*args, **kwargs)
-        return [made if node is op else made[node.args[1]] for node in gives]
+        values[op] = target(*args, **kwargs)
+        for node in results:
+            values[node] = values[node.all_input_nodes[0]][node.args[1]]
+        return [values[node] for node in gives]
 
     return call
