@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -228,7 +229,8 @@ def in_wide(
         wide_args, wide_kwargs = mapped(
             lambda leaf: leaf.to(dtype) if floats(leaf) else leaf, (args, kwargs)
         )
-        with compiler.aside(), _Wide(dtype):
+        # One that its own run has not imported is none that it needs.
+        with compiler.aside() if compiler.is_there() else nullcontext(), _Wide(dtype):
             exact = results_of(wide, wide_args, wide_kwargs)
         if any(map(_is_far, own, exact)):
             alike = results_of(copied(model), args, kwargs)

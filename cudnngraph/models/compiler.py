@@ -48,6 +48,11 @@ _stance = ExitStack()  # the compiler's stance, while a run of some thread needs
 _runs = 0
 
 
+def is_there() -> bool:
+    """Whether the compiler has been imported."""
+    return COMPILER in sys.modules
+
+
 @contextmanager
 def aside() -> Iterator[None]:
     """Have compiled functions run as they are, in all threads, until the last such run ends.
@@ -55,9 +60,6 @@ def aside() -> Iterator[None]:
     Else what a model compiles within itself would meet modes, and stay so in the compiler's caches.
     """
     global _runs
-    if COMPILER not in sys.modules:
-        yield
-        return
     with _said_lock:
         if not _runs:
             _stance.enter_context(torch.compiler.set_stance("force_eager"))

@@ -47,28 +47,22 @@ def write_out(module: torch.fx.GraphModule) -> None:
     for part in module.modules():
         if not isinstance(part, torch.fx.GraphModule):
             continue
-        found = [node for node in part.graph.nodes if _higher(node) in _WRITTEN_OUT]
+        found = [node for node in part.graph.nodes if flex.higher_name(node.target) in _WRITTEN_OUT]
         for node in found:
-            node.target = _WRITTEN_OUT[_higher(node)]
+            node.target = _WRITTEN_OUT[flex.higher_name(node.target)]
         if found:
             part.recompile()
 
 
-def _higher(node: Node) -> str:
-    """The name of a higher-order op, "" of what is none."""
-    op: Any = node.target
-    return op._name if isinstance(op, torch._ops.HigherOrderOperator) else ""
-
-
 def is_needed(module: torch.fx.GraphModule) -> bool:
     """Whether a graph has calls to be cut at. One with effects is left as it is."""
-    names = {_higher(node) for node in module.graph.nodes} - {""}
+    names = {flex.higher_name(node.target) for node in module.graph.nodes} - {""}
     return bool(names) and "with_effects" not in names
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A call, the nodes that it reads and gives, and those that nothing reads behind it."""
+    """A call, the nodes that it reads and gives, and those of the former that it reads last."""
 
     call: Callable[[list[Any]], Sequence[Any]]
     reads: tuple[Node, ...]
@@ -97,19 +91,19 @@ class Cut:
         self._left: list[tuple[str, str]] = []
         parts = list(_parts(nodes))
         kept = {each for each in self._results if isinstance(each, Node)}
+        last = {read: at for at, part in enumerate(parts) for node in part for read in _read(node)}
+        last |= dict.fromkeys(kept, len(parts))
         for number, part in enumerate(parts):
-            later = {
-                read for other in parts[number + 1 :] for node in other for read in _read(node)
-            }
-            reads = tuple(dict.fromkeys(r for node in part for r in _read(node) if r not in part))
-            gives = tuple(node for node in part if node in later or node in kept)
-            if name := _higher(part[0]):
+            own = set(part)
+            reads = tuple(dict.fromkeys(r for node in part for r in _read(node) if r not in own))
+            gives = tuple(node for node in part if last.get(node, number) > number)
+            if name := flex.higher_name(part[0].target):
                 call = _by_torch(traced, part, reads, gives)
                 self._left.append((name, last_line(part[0].meta.get("stack_trace") or "")))
             else:
                 places = tuple(at for at, node in enumerate(reads) if node in weights)
                 call = make(_module(traced, part, reads, gives), places, number)
-            gone = tuple(each for each in (*reads, *gives) if each not in later | kept)
+            gone = tuple(node for node in reads if last[node] == number)
             self._steps.append(_Step(call, reads, gives, gone))
         report.watch(self)
 
@@ -127,10 +121,10 @@ class Cut:
             values = dict(zip(self._inputs, args, strict=True))
             args.clear()
             for step in self._steps:
-                made = step.call([values[node] for node in step.reads])
-                values.update(zip(step.gives, made, strict=True))
-                for node in step.gone:
+                given = [values[node] for node in step.reads]
+                for node in step.gone:  # so that a call may let go of what it has read
                     del values[node]
+                values.update(zip(step.gives, step.call(given), strict=True))
             return tuple(values[each] if isinstance(each, Node) else each for each in self._results)
 
 
@@ -138,11 +132,11 @@ def _parts(nodes: Sequence[Node]) -> Iterator[list[Node]]:
     """The calls of a graph in order: a higher-order op with its results, and all that is between
     two."""
     part: list[Node] = []
-    results = {each for node in nodes if _higher(node) for each in _results(node)}
+    results = {each for node in nodes if flex.higher_name(node.target) for each in _results(node)}
     for node in nodes:
         if node.op != "call_function" or node in results:
             continue
-        if _higher(node):
+        if flex.higher_name(node.target):
             if part:
                 yield part
             yield [node, *_results(node)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ _broadcast: Any = torch.broadcast_shapes
 Function = Callable[..., torch.Tensor]  # of a score, a place, and what it reads
 
 
-def is_flex(op: Any) -> bool:
-    """Whether an op is torch's flex attention."""
-    return isinstance(op, torch._ops.HigherOrderOperator) and op._name == "flex_attention"
+def higher_name(op: Any) -> str:
+    """The name of a higher-order op of torch's, "" of what is none."""
+    return op._name if isinstance(op, torch._ops.HigherOrderOperator) else ""
 
 
 def attention(
@@ -96,9 +97,8 @@ def _everywhere(function: Function, score: Sequence[Any], places: Sequence[Any])
     with suppress(_NotBroadcast), _Broadcast():
         return function(*score, *shaped, *places[4:])
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-    from torch.nn.attention import flex_attention as flex
 
-    of_all: Any = flex._vmap_for_bhqkv(
+    of_all: Any = _torchs()._vmap_for_bhqkv(
         function, prefix=(0,) * len(score), suffix=(None,) * len(places[4:])
     )
     with TransformGetItemToIndex():
@@ -137,7 +137,7 @@ def _is_same(score_mod: Function) -> bool:
     if isinstance(score_mod, torch.fx.GraphModule):
         nodes = list(score_mod.graph.nodes)
         return bool(nodes[-1].args[0] in (nodes[0], (nodes[0],), [nodes[0]]))
-    return getattr(score_mod, "__name__", "") == "_identity"
+    return score_mod is _torchs()._identity
 
 
 def _is_none(mask_mod: Function) -> bool:
@@ -145,7 +145,12 @@ def _is_none(mask_mod: Function) -> bool:
     if isinstance(mask_mod, torch.fx.GraphModule):
         made = [node for node in mask_mod.graph.nodes if node.op not in ("placeholder", "output")]
         return [str(node.target) for node in made] in (["new_ones"], ["aten.new_ones.default"])
-    return getattr(mask_mod, "__name__", "") == "noop_mask"
+    return mask_mod is _torchs().noop_mask
+
+
+def _torchs() -> Any:
+    """The module of torch's, which takes a second to import."""
+    return import_module("torch.nn.attention.flex_attention")
 
 
 def _in_order_of(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

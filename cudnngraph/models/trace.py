@@ -34,7 +34,7 @@ from ..ops import meta as forms
 from ..ops.pooling import UPSAMPLE
 from . import finite, flex
 from .aliases import Aliases
-from .compiler import COMPILER, aside, saying
+from .compiler import COMPILER, aside, is_there, saying
 
 _aten: Any = torch.ops.aten
 _log = logging.getLogger(__name__)
@@ -536,7 +536,7 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if flex.is_flex(func):
+        if flex.higher_name(func) == "flex_attention":
             with self:
                 return flex.attention(*args, **(kwargs or {}))
         if func in _CASTS:  # which a function of flex attention's makes below autograd
@@ -629,7 +629,7 @@ def trace(
 
 
 def _traced(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
-    if COMPILER not in sys.modules:
+    if not is_there():
         guard: Any = _NoCompiler()
         sys.meta_path.insert(0, guard)
         try:

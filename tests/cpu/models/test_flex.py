@@ -154,6 +154,18 @@ def test_heads_side_by_side_stay_so() -> None:
     )
 
 
+def test_functions_of_users_are_not_known_by_their_names() -> None:
+    def noop_mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return i >= j
+
+    def _identity(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return 3 * torch.tanh(s / 3)
+
+    mask, inputs = create_block_mask(noop_mask, None, None, S, S, device="cpu"), data(torch.float32)
+    change, keeps = SCORES["cap"][1], MASKS["causal"][1]
+    check(lambda *x: flex_attention(*x, _identity, mask), inputs, change, keeps)
+
+
 def test_logarithms_of_sums_are_given() -> None:
     mask = block_mask("all but some rows")
     inputs = tuple(data(torch.float32))

@@ -568,6 +568,27 @@ def test_a_model_that_does_without_the_compiler_is_noted_with_it() -> None:
     assert done.stdout.strip() == "[2.0, 2.0, 2.0]"
 
 
+_COMPILES = """
+import sys
+import torch
+import cudnngraph as cg
+class Net(torch.nn.Module):
+    def forward(self, x):
+        if not hasattr(self, "run"):
+            self.run = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
+        return self.run(x)
+assert "torch._dynamo" not in sys.modules
+net, x = Net().eval(), torch.zeros(3)
+print(cg.fuse(net, x)(x).tolist(), net(x).tolist())
+"""
+
+
+def test_a_model_that_is_the_first_to_import_the_compiler_runs_beside_it() -> None:
+    done = python.run("-c", _COMPILES)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[1.0, 1.0, 1.0] [1.0, 1.0, 1.0]"
+
+
 PRODUCTS = (
     *("bhid,bhjd->bhij", "bhij,bhjd->bhid", "b h i d, b h j d -> b h j i", "bdi,bdj->bij"),
     *("id,jd->ij", "di,dj->ji", "...id,...jd->...ij", "bhdi,bhjd->bhij"),
