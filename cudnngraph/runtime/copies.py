@@ -13,20 +13,23 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Compiled:
-    """What was compiled from a graph: a copy is the object itself, which never changes, so that a
-    module that holds it can be copied; a pickle holds the graph, and is compiled where it is read.
-    """
-
-    spec: GraphSpec
-    device: torch.device
-    policy: Policy
+class Itself:
+    """A copy is the object itself, so that a module that holds it can be copied."""
 
     def __copy__(self) -> Self:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
+
+
+class Compiled(Itself):
+    """What was compiled from a graph, which never changes: a pickle holds the graph, and is
+    compiled where it is read."""
+
+    spec: GraphSpec
+    device: torch.device
+    policy: Policy
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (self.spec, self.device, self.policy, self._checks())

@@ -24,10 +24,11 @@ from ..runtime.trainable import Trainable
 from ..runtime.transforms import Transformed
 from ..settings import overridden
 from .compile import resolve_policy
+from .copies import Itself
 from .executable import Executable, Over, R, transforming
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Unpack
 
 EXECUTABLES_KEPT = 1024
 STATICS_KEPT = 1024
@@ -133,7 +134,7 @@ def _ambient_state() -> tuple[Hashable, ...] | None:
     return (torch.are_deterministic_algorithms_enabled(), *tf32.switches(), overridden())
 
 
-class Specialized(Generic[R]):
+class Specialized(Itself, Generic[R]):
     """A function of a graph and values, called with tensors; see :func:`specialize`.
 
     Keeps one :class:`~cudnngraph.Executable` for each combination of shapes, strides, dtypes and
@@ -388,12 +389,6 @@ class Specialized(Generic[R]):
         with self._lock:
             self._executables.clear()
             self._transformed.clear()
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
 
     def __repr__(self) -> str:
         return f"<specialized {self.__name__}, {len(self)} executable(s)>"
