@@ -3,9 +3,10 @@ model."""
 
 from __future__ import annotations
 
+import copy
 import gc
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,8 +14,7 @@ import torch
 from torch import nn
 
 import cudnngraph as cg
-
-BF16_STEP = 2.0**-8  # the relative error of a rounding to bfloat16
+from tests import numerics
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,12 @@ def test_what_a_model_makes_of_numbers_is_the_callers() -> None:
         for each in (y, made, scalar):
             each.fill_(7.0)
     assert bias.data_ptr() == model.linear.bias.data_ptr(), "what it holds is handed on"
+
+
+def at_once(serve: Callable[[int], None], many: int) -> None:
+    """Call it with 0, 1, ... by as many threads; the first error is raised."""
+    with ThreadPoolExecutor(many) as pool:
+        list(pool.map(serve, range(many)))
 
 
 def net() -> nn.Module:
@@ -124,25 +130,16 @@ def test_threads_may_compile_and_call_at_once() -> None:
     """Sizes that change are traced again while other threads compile, or call what is compiled."""
     models = [net(), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).eval()]
     compiled = [torch.compile(model, backend="cudnngraph") for model in models]
-    failures: list[BaseException] = []
 
     def serve(first: int) -> None:
-        try:
-            for size in range(4):
-                x = torch.randn(1 + (first + size) % 4, 4)
-                for place in (first, first + 1):
-                    run, model = compiled[place % 2], models[place % 2]
-                    with torch.no_grad():
-                        torch.testing.assert_close(run(x), model(x))
-        except BaseException as error:
-            failures.append(error)
+        for size in range(4):
+            x = torch.randn(1 + (first + size) % 4, 4)
+            for place in (first, first + 1):
+                run, model = compiled[place % 2], models[place % 2]
+                with torch.no_grad():
+                    torch.testing.assert_close(run(x), model(x))
 
-    threads = [threading.Thread(target=serve, args=(first,)) for first in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert not failures, failures[0]
+    at_once(serve, 4)
 
 
 class Casts(nn.Module):
@@ -159,21 +156,13 @@ class Casts(nn.Module):
 
 
 def test_threads_may_fuse_at_once_what_torch_export_imports() -> None:
-    failures: list[BaseException] = []
+    made = [(Casts().eval(), torch.randn(2, 4)) for _ in range(3)]
 
-    def serve() -> None:
-        try:
-            model, x = Casts().eval(), torch.randn(2, 4)
-            with torch.no_grad():
-                torch.testing.assert_close(
-                    cg.fuse(model, x)(x), model(x), rtol=2 * BF16_STEP, atol=2 * BF16_STEP
-                )
-        except BaseException as error:
-            failures.append(error)
+    def serve(number: int) -> None:
+        model, x = made[number]
+        with torch.no_grad():
+            own, exact = model(x).bfloat16(), copy.deepcopy(model.linear).double()(x.double())
+            ours = cg.fuse(model, x)(x).bfloat16()
+        numerics.check(ours, exact, torch.bfloat16, own, terms=4)
 
-    threads = [threading.Thread(target=serve) for _ in range(3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert not failures, failures[0]
+    at_once(serve, 3)
