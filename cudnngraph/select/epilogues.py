@@ -3,7 +3,8 @@
 A plan with an epilogue is compiled at run time, and its product is slower than one by cuBLASLt,
 most of all where it reads another tensor as large as its result. A kernel behind the product moves
 more bytes, unless it goes on to a norm that would read them anyway. Which of both takes less is
-estimated; :class:`~cudnngraph.device.rules.DeviceRules` has the numbers. Behind convolutions
+estimated; :class:`~cudnngraph.device.rules.DeviceRules` has the numbers. Rows that begin at odd
+places leave cuBLASLt without its fast kernels, so that nothing is lost there. Behind convolutions
 cuDNN's plans are as fast as the convolution and a kernel, but for a few.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from ..backend.plan import Choice
 from ..device.rules import rules
 from ..executor.linear import runs_whole
-from ..ir.spec import Node
+from ..ir.spec import Node, TensorSpec
 from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
 from ..partition.analysis import CutGraph, Group
@@ -101,6 +102,9 @@ def _casts(graph: CutGraph, nodes: Group) -> Group:
 def _lost_us(graph: CutGraph, nodes: Group, product: Node) -> float:
     """What a plan of all the nodes loses on the product, beside cuBLASLt's."""
     spec, measured = graph.spec, rules()
+    read_or_made = (spec.tensors[name] for name in (*product.operands, *product.results))
+    if not all(map(_has_aligned_rows, read_or_made)):
+        return 0.0
     size = spec.tensors[product.results[0]].numel
     gflop = 2e-9 * spec.tensors[product.operands[0]].shape[-1] * size
     inside = {name for node in nodes for name in node.results}
@@ -108,6 +112,14 @@ def _lost_us(graph: CutGraph, nodes: Group, product: Node) -> float:
     if any(spec.tensors[name].numel >= size for name in read):
         return gflop * measured.product_residual_us_per_gflop
     return gflop * measured.product_epilogue_us_per_gflop - measured.product_start_us
+
+
+def _has_aligned_rows(tensor: TensorSpec) -> bool:
+    return all(
+        stride * tensor.dtype.itemsize % rules().product_row_bytes == 0
+        for size, stride in zip(tensor.shape, tensor.stride, strict=True)
+        if size > 1 and stride != 1
+    )
 
 
 def _more_us(

@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parents[3] / "docs" / "results"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 POLICY = cg.Policy(allow_tf32=False)
 NEVER = dict.fromkeys(("product_epilogue_us_per_gflop", "product_residual_us_per_gflop"), 0.0)
-ALWAYS = dict.fromkeys(NEVER, 1e9)
+ALWAYS = {**dict.fromkeys(NEVER, 1e9), "product_row_bytes": 1}
 
 
 def way(spec: GraphSpec, kernels: Kernels | None = None, *, torch_too: bool = True) -> Apart | None:
@@ -152,6 +152,13 @@ def test_each_number_of_the_rule_counts() -> None:
     for value in ({"product_epilogue_us_per_gflop": 0.01}, {"product_start_us": 100.0}):
         with changed(**value):
             assert way(call) is None
+
+
+def test_rows_at_odd_places_stay_one_plan() -> None:
+    """A vocabulary of 30,522 words: cuBLASLt has no fast kernel for rows that begin anywhere."""
+    assert way(layer(4096, 768, 30528)) is not None
+    assert way(layer(4096, 768, 30522)) is None
+    assert way(layer(8192, 3076, 768, residual=BF16)) is None
 
 
 def test_a_norm_behind_saves_what_it_would_read() -> None:
