@@ -400,13 +400,6 @@ class DeviceRules:
         "how many may be a cluster that reads what it reduces and writes only once (an estimate)",
         alternative="two launches",
     )
-    kernel_pointwise_threads: int = _measured(
-        512,
-        "threads of a block",
-        "how many a pointwise kernel has that fills the GPU; half as many where it does not",
-        page="h200-kernels.md",
-        alternative="half or twice as many",
-    )
     kernel_long_row: int = _measured(
         1 << 15,
         "elements of a row",
@@ -497,12 +490,6 @@ class DeviceRules:
         "waves of blocks",
         "by how many such a kernel may give all multiprocessors as many (an estimate)",
         alternative="one, two or four times the blocks",
-    )
-    kernel_long_blocks_per_sm: int = _measured(
-        16,
-        "blocks for each multiprocessor",
-        "how many at most go through what is one long row, which hides latency (an estimate)",
-        alternative="other numbers of threads of a block",
     )
     kernel_region_blocks_per_sm: int = _measured(
         4,

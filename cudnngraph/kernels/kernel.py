@@ -20,7 +20,6 @@ import torch
 
 from ..backend import env
 from ..backend.plan import Choice, Plan, refuse_during_capture
-from ..device.rules import rules
 from ..errors import NotSupported
 from ..ir import versions
 from ..ir.spec import GraphSpec
@@ -207,7 +206,7 @@ def why_stale(plan: Kernel, spec: GraphSpec, workspace_bytes: int) -> str | None
     if plan.generator and plan.generator == generator():
         return None
     try:
-        made = patterns.source(spec, plan.choice, _most_blocks(plan.device_index))
+        made = patterns.source(spec, plan.choice)
     except NotSupported as error:
         return error.reasons[0]
     return None if _digest(made.text) == plan.text else "a kernel of another version's generator"
@@ -217,7 +216,7 @@ def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
     """Compile and load the kernel of a region. Raises :class:`NotSupported`."""
     refuse_during_capture()
     capability = env.capability(device_index)
-    made = patterns.source(spec, choice, _most_blocks(device_index))
+    made = patterns.source(spec, choice)
     for each in made.launches:
         _check_launch(each.blocks, each.threads)
     text = _digest(made.text)
@@ -251,10 +250,6 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Kernel:
         return made
     except (ValueError, KeyError, TypeError) as error:
         raise NotSupported("a compiled kernel", [str(error)]) from None
-
-
-def _most_blocks(device_index: int) -> int:
-    return rules().kernel_long_blocks_per_sm * processors(device_index)
 
 
 def processors(device_index: int) -> int:

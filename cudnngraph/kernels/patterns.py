@@ -144,14 +144,14 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
     return list(found)
 
 
-def source(spec: GraphSpec, choice: Choice, most_blocks: int = 0) -> Source:
+def source(spec: GraphSpec, choice: Choice) -> Source:
     """The kernel of a region, in CUDA C++. Raises :class:`NotSupported`.
 
     Where every output is rounded to 16 bits, exp and quotients are computed to 20 bits or more.
     """
     schedule = schedule_of(choice)
     try:
-        made = _written(spec, schedule, most_blocks).called(_name(spec))
+        made = _written(spec, schedule).called(_name(spec))
     except Refused as reason:
         raise NotSupported(f"graph '{spec.name}'", [str(reason)]) from None
     if all(spec.tensors[name].dtype in (torch.float16, torch.bfloat16) for name in spec.outputs):
@@ -165,7 +165,7 @@ def _name(spec: GraphSpec) -> str:
     return "_".join(["cudnngraph", *dict.fromkeys(ops or ["copy"])])[:MOST_NAME].rstrip("_")
 
 
-def _written(spec: GraphSpec, schedule: Pattern, most_blocks: int) -> Source:
+def _written(spec: GraphSpec, schedule: Pattern) -> Source:
     if isinstance(schedule, Strips):
         return depthwise.write(spec, schedule)
     if isinstance(schedule, TapSums):
@@ -178,7 +178,7 @@ def _written(spec: GraphSpec, schedule: Pattern, most_blocks: int) -> Source:
         return split.write(spec, schedule)
     if isinstance(schedule, Tiling):
         return tiles.write(spec, schedule)
-    return write(spec, schedule, most_blocks=most_blocks)
+    return write(spec, schedule)
 
 
 def _schedules(rows: Rows, by_rule: Schedule) -> list[Schedule]:

@@ -336,9 +336,7 @@ def schedule_for(rows: Rows, processors: int) -> Schedule:
     if not rows.reductions:
         while lanes > 1 and rows.inner.extent // lanes < processors * 1024:
             lanes //= 2
-        team = rules().kernel_pointwise_threads
-        full = processors * rules().kernel_blocks_per_sm * team
-        return Schedule(lanes, team if rows.inner.extent // lanes >= full else team // 2)
+        return Schedule(lanes, 256)
     if rows.beside and rows.inner.extent <= MOST_KEPT:
         return Schedule(1, 1, SMALL_BLOCK, rows.inner.extent)
     parts = rows.vectors(lanes)

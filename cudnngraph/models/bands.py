@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from ..ops.base import LOW_PRECISION
 from .patterns import LEAST
 
 Band = tuple[int | None, int | None]
 
+LEAST_16 = torch.finfo(torch.float16).min
 MOST_SCORES = 1 << 26  # of a mask that is looked at
 
 
@@ -17,7 +19,8 @@ def band_of(mask: torch.Tensor) -> Band | None:
     no band, that differs between images or heads, or that leaves a row no key.
 
     ``mask`` is boolean (True attends) or what is added to scores: 0, or a number so far below that
-    the key has no weight beside another.
+    the key has no weight beside another. In 16 bits -65,504 is such a number: torch adds it for
+    cuDNN where a boolean mask does not attend, in bfloat16 too.
     """
     if mask.is_meta or mask.dim() < 2 or not 0 < mask.numel() <= MOST_SCORES:
         return None
@@ -31,7 +34,7 @@ def band_of(mask: torch.Tensor) -> Band | None:
         if not plane.is_floating_point():
             return None
         keeps = plane == 0
-        hides = plane <= max(LEAST, torch.finfo(plane.dtype).min)
+        hides = plane <= (LEAST_16 if plane.dtype in LOW_PRECISION else LEAST)
         if not bool((keeps | hides).all()):
             return None
     if not bool(keeps.any(1).all()):

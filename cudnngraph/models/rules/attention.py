@@ -230,11 +230,8 @@ def _attend(
     mask = _narrowed(mask) if isinstance(mask, torch.Tensor) else mask
     joined = 1 if causal or more else _joined(c, qkv, mask)
     if joined == 1:
-        band = _band(c, mask) if isinstance(mask, torch.Tensor) and not causal else None
-        if band is not None:
-            mask, more = None, {**more, "window": band}
-        given = None if mask is None else _mask(c, mask, q.dtype)
-        return c.g.sdpa(q, k, v, given, is_causal=causal, scale=scale, **more)  # type: ignore[no-any-return]
+        given, where = _masked(c, mask, q.dtype, causal)
+        return c.g.sdpa(q, k, v, given, scale=scale, **where, **more)  # type: ignore[no-any-return]
     batch, _, length, _ = q.shape
     whole = _mask(c, mask, q.dtype, joined, length)
 
@@ -248,6 +245,18 @@ def _attend(
     _, heads, _, width = o.shape
     apart = c.g.reshape(o, (batch // joined, heads, joined, length, width))
     return c.g.reshape(c.g.permute(apart, (0, 2, 1, 3, 4)), (batch, heads, length, width))
+
+
+def _masked(
+    c: Importer, mask: Any, dtype: torch.dtype, causal: bool
+) -> tuple[Value | None, dict[str, Any]]:
+    """A mask as attention takes it, and the keywords that take its place where it is a band."""
+    if isinstance(mask, torch.Tensor) and not causal:
+        mask = _narrowed(mask)
+        band = _band(c, mask)
+        if band is not None:
+            return None, {"window": band}
+    return None if mask is None else _mask(c, mask, dtype), {"is_causal": causal}
 
 
 def _band(c: Importer, mask: torch.Tensor) -> Band | None:
@@ -404,8 +413,8 @@ def _attended(c: Importer, a: Arguments) -> tuple[Any, ...]:
         return (_attend(c, (q, k, v), given, causal=bool(a["is_causal"]), scale=scale), None, *rest)
     if _NAME_OF_MATH in c.node.target._schema.name:
         raise Skip  # its second result are the weights
-    mask = None if given is None else _mask(c, given, q.dtype)
-    o, lse = c.g.sdpa(q, k, v, mask, is_causal=bool(a["is_causal"]), scale=scale, return_lse=True)
+    mask, where = _masked(c, given, q.dtype, bool(a["is_causal"]))
+    o, lse = c.g.sdpa(q, k, v, mask, scale=scale, return_lse=True, **where)
     if mask is not None and c.node.target._schema.name.endswith("_for_cpu"):
         # torch's of a row that may attend to no key is 0, and its gradient is 0 all the same.
         lse = c.g.where(c.g.lt(lse, torch.finfo(torch.float32).min), 0.0, lse)
@@ -447,14 +456,11 @@ def _attended_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
         lse = c.g.slice(lse, 2, 0, rows[2])
     lse = lse if lse.shape == rows else c.g.reshape(lse, rows)
     given = a.get("attn_bias", a.get("attn_mask"))
-    mask = None if given is None else _mask(c, given, q.dtype)
+    mask, where = _masked(c, given, q.dtype, bool(a["is_causal"]))
     scale = None if a.get("scale") is None else float(a["scale"])
     wanted = a.get("grad_input_mask", [True, True, True, False])
     made = c.g.sdpa_backward(
-        *(do, q, k, v, o, lse, mask),
-        is_causal=bool(a["is_causal"]),
-        scale=scale,
-        mask_grad=bool(wanted[3]),
+        *(do, q, k, v, o, lse, mask), scale=scale, mask_grad=bool(wanted[3]), **where
     )
     found = [each if want else None for each, want in zip(made, wanted, strict=False)]
     return tuple([*found, None][: len(c.node.meta["val"])])

@@ -14,6 +14,7 @@ import cudnngraph as cg
 from cudnngraph.models.bands import Band, band_of
 from cudnngraph.models.convert import import_model
 from tests.converted import ops
+from tests.fused import compiled
 
 Tensor = torch.Tensor
 NEVER = (torch.float16, torch.bfloat16, torch.float32)
@@ -37,7 +38,8 @@ def forms(keeps: Tensor, number: random.Random) -> Tensor:
     dtype = number.choice((None, *NEVER))
     mask = keeps
     if dtype is not None:
-        hidden = number.choice((-math.inf, torch.finfo(dtype).min))
+        lowest = -math.inf if dtype == torch.float32 else -65504.0  # which torch adds for cuDNN
+        hidden = number.choice((-math.inf, torch.finfo(dtype).min, lowest))
         mask = torch.zeros(keeps.shape, dtype=dtype).masked_fill(~keeps, hidden)
     shape = number.choice(((), (1,), (1, 1), (2, 1), (3, 2)))
     mask = mask.expand(*shape, *mask.shape)
@@ -78,7 +80,9 @@ def test_masks_that_differ_between_images_or_weigh_keys_are_no_bands() -> None:
     causal = made(5, 5, None, 0)
     assert band_of(torch.stack([causal, causal])) == (None, 0)
     assert band_of(torch.stack([causal, made(5, 5, 2, 0)])) is None
-    assert band_of(torch.zeros(5, 5).masked_fill(~causal, -100.0)) is None, "a key that has weight"
+    for dtype, weighs in ((torch.float32, -65504.0), (torch.bfloat16, -60000.0)):
+        mask = torch.zeros(5, 5, dtype=dtype).masked_fill(~causal, weighs)
+        assert band_of(mask) is None, "a key that may have weight"
     assert band_of(torch.full((5, 5), 0.5)) is None
     assert band_of(torch.full((5, 5), math.nan)) is None
     assert band_of(causal.long()) is None
@@ -135,3 +139,26 @@ def test_a_model_by_a_mask_of_places_attends_in_a_band(
         model.float()
         fused = cg.fuse(model, (x,))
         assert float((fused(x) - wanted).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize(("left", "right"), [(None, 0), (7, 0), (4, 4)])
+def test_it_is_trained_in_a_band(left: int | None, right: int | None) -> None:
+    """Forward and backward alike: a mask of all rows and keys is neither kept nor read."""
+    model, x = Windowed(left, right, added=False), torch.randn(2, 33, 32)
+    torch._dynamo.reset()
+    found = compiled(model)(x)
+    found.square().sum().backward()
+    bands = {
+        node.op: node.attr("window")
+        for report in cg.reports()
+        for step in report.steps
+        for node in step.spec.nodes
+        if node.op.startswith("sdpa")
+    }
+    assert bands == {"sdpa": (left, right), "sdpa_backward": (left, right)}
+    mine = [p.grad.double() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    model.double()(x.double()).square().sum().backward()
+    for grad, parameter in zip(mine, model.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert float((grad - parameter.grad).norm() / parameter.grad.norm()) < 1e-5
