@@ -2,14 +2,17 @@
 
 They are torch's higher-order ops: kernels of Triton, ops that write over their operands, control
 flow. Torch runs each between graphs of ours. Those that only call a graph are called as that before
-a graph is traced, and flex attention as other ops (:mod:`~cudnngraph.models.flex`).
+a graph is traced, and flex attention as other ops, or by torch's own kernels
+(:mod:`~cudnngraph.models.flex`).
 """
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +21,12 @@ from . import flex, report
 from .export import last_line
 from .report import Report
 
+_log = logging.getLogger(__name__)
 Node = torch.fx.Node
 #: A part of a graph, the places of its inputs that are weights, and its number, as something to
 #: call with a list of inputs.
-Make = Callable[
-    [torch.fx.GraphModule, "tuple[int, ...]", int], Callable[[list[Any]], Sequence[Any]]
-]
+Make = Callable[[torch.fx.GraphModule, "tuple[int, ...]", int], "Call"]
+Call = Callable[[list[Any]], Sequence[Any]]
 
 
 def _call(graph: Any, identifier: Any, *operands: Any) -> Any:
@@ -47,11 +50,29 @@ def write_out(module: torch.fx.GraphModule) -> None:
     for part in module.modules():
         if not isinstance(part, torch.fx.GraphModule):
             continue
-        found = [node for node in part.graph.nodes if flex.higher_name(node.target) in _WRITTEN_OUT]
+        found = [
+            node
+            for node in part.graph.nodes
+            if flex.higher_name(node.target) in _WRITTEN_OUT and not _is_torchs(part, node)
+        ]
         for node in found:
             node.target = _WRITTEN_OUT[flex.higher_name(node.target)]
         if found:
             part.recompile()
+
+
+def _is_torchs(part: torch.fx.GraphModule, node: Node) -> bool:
+    """Whether flex attention stays torch's."""
+    if flex.higher_name(node.target) != "flex_attention":
+        return False
+
+    def known(each: Node) -> Any:
+        if each.op == "get_attr":
+            return operator.attrgetter(str(each.target))(part)
+        return each.meta["example_value"]
+
+    given: Any = torch.fx.map_arg((node.args, node.kwargs), known)
+    return flex.is_torchs(*given[0], **given[1])
 
 
 def is_needed(module: torch.fx.GraphModule) -> bool:
@@ -64,7 +85,7 @@ def is_needed(module: torch.fx.GraphModule) -> bool:
 class _Step:
     """A call, the nodes that it reads and gives, and those of the former that it reads last."""
 
-    call: Callable[[list[Any]], Sequence[Any]]
+    call: Call
     reads: tuple[Node, ...]
     gives: tuple[Node, ...]
     gone: tuple[Node, ...]
@@ -98,7 +119,10 @@ class Cut:
             reads = tuple(dict.fromkeys(r for node in part for r in _read(node) if r not in own))
             gives = tuple(node for node in part if last.get(node, number) > number)
             if name := flex.higher_name(part[0].target):
-                call = _by_torch(traced, part, reads, gives)
+                by_torch = _by_torch(traced, part, reads, gives)
+                is_flex = name.startswith("flex_attention")
+                module = partial(_module, traced, part, reads, gives)
+                call = _Compiled(name, module, by_torch) if is_flex else by_torch
                 self._left.append((name, last_line(part[0].meta.get("stack_trace") or "")))
             else:
                 places = tuple(at for at, node in enumerate(reads) if node in weights)
@@ -178,9 +202,52 @@ def _module(
     return torch.fx.GraphModule(whole, graph)
 
 
+class _Compiled:
+    """A call that torch compiles for each form of what it is called with, or ``otherwise`` where
+    that fails."""
+
+    def __init__(
+        self, name: str, module: Callable[[], torch.fx.GraphModule], otherwise: Call
+    ) -> None:
+        self._name, self._module, self._otherwise = name, module, otherwise
+        self._made: dict[Hashable, Call] = {}
+
+    def __call__(self, given: list[Any]) -> Sequence[Any]:
+        form = tuple(
+            (each.shape, each.stride(), each.dtype) if isinstance(each, torch.Tensor) else each
+            for each in given
+        )
+        if form not in self._made:
+            self._made[form] = self._compile(given)
+        return self._made[form](given)
+
+    def _compile(self, given: Sequence[Any]) -> Call:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        try:
+            made: Any = compile_fx_inner(_taken_apart(self._module()), list(given))
+        except Exception as error:
+            told = str(error).splitlines()[0] if str(error) else ""
+            _log.warning("not compiled, %s: %s: %s", self._name, type(error).__name__, told)
+            return self._otherwise
+        return lambda given: made(list(given))
+
+
+def _taken_apart(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A graph whose inner graphs have no op that torch's compiler wants to be other ops."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    inners: list[tuple[str, Any]] = list(module.named_children())
+    for name, inner in inners:
+        given = [node.meta["val"] for node in inner.graph.nodes if node.op == "placeholder"]
+        setattr(module, name, make_fx(inner, select_decomp_table())(*given))
+    return module
+
+
 def _by_torch(
     whole: torch.fx.GraphModule, part: Sequence[Node], reads: Sequence[Node], gives: Sequence[Node]
-) -> Callable[[list[Any]], Sequence[Any]]:
+) -> Call:
     """A higher-order op, with its results, as something to call with what it reads."""
     op, *results = part
     held = {

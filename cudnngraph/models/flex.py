@@ -2,7 +2,8 @@
 
 ``torch.nn.attention.flex_attention`` calls an op with functions of a score and its place, which no
 graph takes. Called for all places at once, they are ops like any others. A mask that depends on
-places alone is a constant, which may be found to be a band of keys.
+places alone is a constant, which may be found to be a band of keys. What would take a number for
+each query and key is left to torch's own kernels where there are such: they skip blocks of keys.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+from . import bands
 
 _LN_2 = math.log(2.0)
 _broadcast: Any = torch.broadcast_shapes
@@ -47,13 +51,12 @@ def attention(
     """
     batch, heads = query.shape[:2]
     sizes = (*query.shape[:3], key.shape[2])
-    places = [torch.arange(n, device=query.device) for n in sizes]
+    places = _places(sizes, query.device)
     if key.shape[0] != batch:
         key, value = (each.expand(batch, -1, -1, -1) for each in (key, value))
     mask = None
     if not _is_none(block_mask[-1]):
-        mask = _everywhere(block_mask[-1], (), (*places, *mask_operands))
-        mask = mask.expand(_broadcast(mask.shape, (1, 1, *sizes[2:])))
+        mask = _mask(block_mask[-1], (*places, *mask_operands), sizes)
 
     def scores() -> torch.Tensor:
         made = torch.matmul(query, _repeated(key, heads).transpose(-2, -1))
@@ -72,6 +75,67 @@ def attention(
     apart = scores()
     lse = torch.logsumexp(apart, -1) / _LN_2
     return _in_order_of(query, out), lse, apart.amax(-1) / _LN_2
+
+
+def _places(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """The places along each dim of scores (B, H, S, T)."""
+    return [torch.arange(n, device=device) for n in sizes]
+
+
+def _mask(mask_mod: Function, places: Sequence[Any], sizes: Sequence[int]) -> torch.Tensor:
+    """Which scores are kept, (B or 1, H or 1, S, T)."""
+    mask = _everywhere(mask_mod, (), places)
+    return mask.expand(_broadcast(mask.shape, (1, 1, *sizes[2:])))
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether torch.compile has kernels of flex attention for a device that are faster than scores
+    in memory."""
+    from torch.utils._triton import has_triton
+
+    return device.type == "cuda" and has_triton()
+
+
+def is_torchs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Function,
+    block_mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: Any,
+    score_operands: Sequence[torch.Tensor] = (),
+    mask_operands: Sequence[torch.Tensor] = (),
+) -> bool:
+    """Whether torch's own kernels should run what :func:`attention` is called with: where that
+    would take a number for each query and key."""
+    if not has_kernels(query.device):
+        return False
+    with unset_fake_temporarily():
+        if not _is_same(score_mod) and (score_operands or not _is_cap(score_mod)):
+            return True
+        if _is_none(block_mask[-1]):
+            return False
+        sizes = (*query.shape[:3], key.shape[2])
+        if mask_operands or math.prod(sizes[2:]) > bands.MOST_SCORES:
+            return True
+        mask = _mask(block_mask[-1], _places(sizes, query.device), sizes)
+        return bands.band_of(mask) is None
+
+
+def _is_cap(score_mod: Function) -> bool:
+    """Whether scores are bent to stay below a number, as attention of ours can do."""
+    if not isinstance(score_mod, torch.fx.GraphModule):
+        return False
+    place = torch.zeros((), dtype=torch.int64)
+    if any(node.users for node in list(score_mod.graph.nodes)[1:5]):
+        return False
+    most = score_mod(torch.tensor(math.inf, dtype=torch.float64), *[place] * 4)
+    if not 0.0 < float(most) < math.inf:
+        return False
+    scores = torch.linspace(-4, 4, 81, dtype=torch.float64) * most
+    made = score_mod(scores, *[place] * 4)
+    return torch.allclose(made, most * torch.tanh(scores / most), rtol=1e-6, atol=0.0)
 
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:

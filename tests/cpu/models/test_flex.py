@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cudnngraph as cg
-from cudnngraph.models import flex
+from cudnngraph.models import cut, flex
 from cudnngraph.models.convert import import_model
 from tests import numerics
 from tests.fused import compiled
@@ -227,3 +227,105 @@ def test_it_is_trained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def _without(function: Any) -> Any:
     """Without a table."""
     return lambda q, k, v: function(q, k, v, torch.zeros(()))
+
+
+# -- what torch's own kernels run where there are such ---------------------------------------------
+
+
+OWN = {  # masks and changes of scores that attention has by itself
+    **{(mask, ""): True for mask in ("", "causal", "window", "all of it")},
+    **{(mask, "cap"): True for mask in ("", "causal")},
+    **{(mask, ""): False for mask in ("prefix", "parts", "lengths")},
+    **{("", score): False for score in SCORES if score != "cap"},
+    ("causal", "slopes"): False,
+    ("parts", "cap"): False,
+}
+
+
+def flex_call(mask: str, score: str) -> tuple[Any, Any, Any]:
+    """A call, and what it changes and keeps."""
+    options: dict[str, Any] = {"block_mask": block_mask(mask)} if mask else {}
+    options |= {"score_mod": SCORES[score][0]} if score else {}
+    change, keeps = SCORES[score][1] if score else None, MASKS[mask][1] if mask else None
+    return lambda q, k, v: flex_attention(q, k, v, **options).relu(), change, keeps
+
+
+@pytest.mark.parametrize(("mask", "score"), OWN)
+def test_what_takes_a_number_for_each_query_and_key_is_torchs(
+    mask: str, score: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, where torch has kernels. Here it calls the op's own ops for them."""
+    torchs = importlib.import_module("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(torchs, "_validate_device", lambda *x: None)
+    monkeypatch.setattr(flex, "has_kernels", lambda device: True)
+    monkeypatch.setattr(cut._Compiled, "_compile", lambda self, given: self._otherwise)
+    call, change, keeps = flex_call(mask, score)
+    inputs = data(torch.float32)
+    found = trained(compiled(call, policy=GENERATES), *inputs)
+    wide = [x.double() for x in inputs]
+    exact = trained(lambda q, k, v: written_out(q, k, v, change, keeps).relu(), *wide)
+    for mine, wanted in zip(found, exact, strict=True):
+        numerics.check(mine, wanted, torch.float32, terms=S)
+    left = {name for name in left_to_torch() if name.startswith("flex")}
+    assert left == (set() if OWN[mask, score] else {"flex_attention", "flex_attention_backward"})
+
+
+def test_torch_compiles_it_once_for_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "has_kernels", lambda device: True)
+    compiles = cut._Compiled._compile
+    forms: list[torch.Size] = []
+
+    def noted(self: Any, given: Sequence[Any]) -> Any:
+        forms.append(given[0].shape)
+        made = compiles(self, given)
+        assert made is not self._otherwise
+        return made
+
+    monkeypatch.setattr(cut._Compiled, "_compile", noted)
+    call, change, keeps = flex_call("parts", "slopes")
+    inputs = data(torch.float32)
+    with torch.no_grad():
+        ours = compiled(call)
+        for _ in range(2):
+            numerics.check(
+                ours(*inputs),
+                written_out(*(x.double() for x in inputs), change, keeps).relu(),
+                torch.float32,
+                terms=S,
+            )
+    assert forms == [inputs[0].shape] and left_to_torch() == ["flex_attention"]
+
+
+def test_what_torch_does_not_compile_is_called(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(module: Any, given: Any) -> Any:
+        raise RuntimeError("no such tile\nand more")
+
+    monkeypatch.setattr(flex, "has_kernels", lambda device: True)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", broken)
+    call, change, keeps = flex_call("prefix", "")
+    inputs = data(torch.float32)
+    with torch.no_grad():
+        ours = compiled(call)(*inputs)
+    exact = written_out(*(x.double() for x in inputs), change, keeps).relu()
+    numerics.check(ours, exact, torch.float32, terms=S)
+    assert [each.getMessage() for each in caplog.records if each.name == cut.__name__] == [
+        "not compiled, flex_attention: RuntimeError: no such tile"
+    ]
+
+
+def test_a_function_that_is_no_cap_is_known_by_its_values() -> None:
+    def graph(function: Any) -> torch.fx.GraphModule:
+        return torch.fx.symbolic_trace(lambda s, b, h, i, j: function(s, i))
+
+    assert flex._is_cap(graph(lambda s, i: 3 * torch.tanh(s / 3)))
+    assert flex._is_cap(graph(lambda s, i: torch.tanh(s * 0.02) * 50.0))
+    for other in (
+        lambda s, i: s * 0.5,
+        lambda s, i: torch.tanh(s / 3),
+        lambda s, i: torch.sigmoid(s),
+        lambda s, i: 3 * torch.tanh(s / 3) + i,
+        lambda s, i: -3 * torch.tanh(s / 3),
+    ):
+        assert not flex._is_cap(graph(other))
