@@ -45,11 +45,6 @@ def no_plan(part: GraphSpec) -> NoReturn:
     raise NotSupported(f"graph '{part.name}'", ["cuDNN is not asked"])
 
 
-def source_of(spec: GraphSpec, choice: Choice, processors: int = PROCESSORS) -> Source:
-    """The kernel of a step."""
-    return patterns.source(spec, choice, 16 * processors)
-
-
 def selection(spec: GraphSpec, processors: int = PROCESSORS) -> Selection:
     """What a GPU would run a graph as, if cuDNN had no plans. Compiles nothing."""
     policy = cg.Policy(allow_tf32=False, tune="heuristic", verify="off")
@@ -73,7 +68,7 @@ class Program(simulated.Program):
     def _simulated(self, step: StepPlan) -> Any:
         if step.kind == "kernel":
             assert step.choice is not None
-            source = host_kernels.expect(source_of(step.spec, step.choice))
+            source = host_kernels.expect(patterns.source(step.spec, step.choice))
             return partial(_launch, step.spec, source)
         return partial(reference.run_into, step.spec)
 

@@ -27,6 +27,7 @@ def trained(call: Function, *data: torch.Tensor, seed: int = 0) -> list[torch.Te
     torch.manual_seed(seed)
     y = call(*given)
     scale = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    scale = scale.to(y.device)
     wanted = [x for x in given if x.requires_grad]
     return [y.detach(), *torch.autograd.grad((y * scale.to(y.dtype)).sum(), wanted)]
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,8 +25,18 @@ _log = logging.getLogger(__name__)
 Node = torch.fx.Node
 #: A part of a graph, the places of its inputs that are weights, and its number, as something to
 #: call with a list of inputs.
-Make = Callable[[torch.fx.GraphModule, "tuple[int, ...]", int], "Call"]
+Make = Callable[[torch.fx.GraphModule, "tuple[int, ...]", int], "Part"]
 Call = Callable[[list[Any]], Sequence[Any]]
+
+
+class Part(Protocol):
+    """A graph of ours between two of torch's calls."""
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """The results, for a list of inputs, which it empties."""
+
+    def make_none(self, places: Iterable[int]) -> None:
+        """Make no results in these places: nothing reads them."""
 
 
 def _call(graph: Any, identifier: Any, *operands: Any) -> Any:
@@ -94,12 +104,17 @@ class _Step:
 class Cut:
     """A traced graph that runs as graphs of ours, which ``make`` gives, and torch's calls between.
 
-    ``static`` are the places of inputs that are weights. It is called with a list of inputs, which
-    it empties.
+    ``static`` are the places of inputs that are weights, ``saved`` those of results that a backward
+    alone reads. It is called with a list of inputs, which it empties.
     """
 
     def __init__(
-        self, traced: torch.fx.GraphModule, static: Sequence[int], title: str, make: Make
+        self,
+        traced: torch.fx.GraphModule,
+        static: Sequence[int],
+        saved: Sequence[int],
+        title: str,
+        make: Make,
     ) -> None:
         self._boxed_call = True  # as AOTAutograd asks, of the instance
         self.traced, self._title = traced, title
@@ -108,7 +123,9 @@ class Cut:
         weights = {self._inputs[place] for place in static}
         (output,) = (node for node in nodes if node.op == "output")
         self._results: Sequence[Any] = output.args[0]
+        self._saved = frozenset(saved)
         self._steps: list[_Step] = []
+        self._ours: dict[int, Part] = {}
         self._left: list[tuple[str, str]] = []
         parts = list(_parts(nodes))
         kept = {each for each in self._results if isinstance(each, Node)}
@@ -126,13 +143,23 @@ class Cut:
                 self._left.append((name, last_line(part[0].meta.get("stack_trace") or "")))
             else:
                 places = tuple(at for at, node in enumerate(reads) if node in weights)
-                call = make(_module(traced, part, reads, gives), places, number)
+                call = self._ours[number] = make(
+                    _module(traced, part, reads, gives), places, number
+                )
             gone = tuple(node for node in reads if last[node] == number)
             self._steps.append(_Step(call, reads, gives, gone))
         report.watch(self)
 
     def leave_out(self, unread: frozenset[str]) -> None:
-        """Results that a backward does not read are made all the same."""
+        """Have graphs of ours make no results that the backward's inputs of these names would be
+        and that it does not read."""
+        kept = {node for step in self._steps for node in step.reads}
+        for at, node in enumerate(self._results):
+            if isinstance(node, Node) and (at not in self._saved or node.name not in unread):
+                kept.add(node)
+        for number, part in self._ours.items():
+            gives = self._steps[number].gives
+            part.make_none(at for at, node in enumerate(gives) if node not in kept)
 
     def reports(self) -> Iterator[Report]:
         """One of what torch runs between graphs of ours, which have reports of their own."""

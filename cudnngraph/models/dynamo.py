@@ -9,7 +9,7 @@ import gc
 import logging
 import re
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -96,7 +96,9 @@ def backend(
             options, name = {**given, "mode": None}, f"{title}, part {number}"
             return _Compiled(module, static, options, _part_names, name, **more)
 
-        return cut.Cut(traced, static, title, part)
+        kinds = called(len(_results(traced)), ())
+        kept_back = [at for at, kind in enumerate(kinds) if kind.startswith(_SAVED)]
+        return cut.Cut(traced, static, kept_back, title, part)
 
     def inference(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
         places = _static_places(len(examples))
@@ -111,6 +113,7 @@ def backend(
     def backward(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
         saved.pool_again(traced)
         saved.without_running(traced)
+        saved.without_states(traced)
         again.find_again(traced)
         if forwards:
             forward = forwards.pop()
@@ -274,6 +277,10 @@ class _Compiled:
         self._unread = tuple(
             at for at in self._saved(self.traced) if getattr(results[at], "name", None) in unread
         )
+
+    def make_none(self, places: Iterable[int]) -> None:
+        """Make no results in these places, behind those that are written: nothing reads them."""
+        self._unread = tuple(len(self._written) + at for at in places)
 
     def _named(self, count: int) -> list[str]:
         read = [f"number {at} that is checked" for at in range(self._effects.reads)]

@@ -196,6 +196,44 @@ def without_running(module: torch.fx.GraphModule) -> None:
         module.recompile()
 
 
+def without_states(module: torch.fx.GraphModule) -> None:
+    """Take states of random generators away from gradients of attention that drops nothing. Torch's
+    kernels leave memory as it was there."""
+    graph = module.graph
+    changed = False
+    for node in list(graph.nodes):
+        names = _arguments(node)
+        if not _STATES & set(names) or node.args[names.index("dropout_p")] != 0.0:
+            continue
+        for place in map(names.index, sorted(_STATES)):
+            state = node.args[place]
+            if not isinstance(state, torch.fx.Node) or state.op != "placeholder":
+                continue
+            seen = state.meta["val"]
+            options = {"dtype": seen.dtype, "device": seen.device}
+            with graph.inserting_before(node):
+                zero = graph.call_function(_aten.zeros.default, (list(seen.shape),), options)
+            zero.meta["val"] = torch.zeros_like(seen)
+            node.update_arg(place, zero)
+            changed = True
+    if changed:
+        module.recompile()
+
+
+_STATES = frozenset({"philox_seed", "philox_offset"})
+
+
+def _arguments(node: torch.fx.Node) -> list[str]:
+    """The names of the arguments of a gradient of attention."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    schema = target._schema
+    if "_scaled_dot_product" not in schema.name or not schema.name.endswith("_backward"):
+        return []
+    return [argument.name for argument in schema.arguments][: len(node.args)]
+
+
 MOST_CONSTANT = 1 << 22  # elements of a tensor that both graphs keep
 
 

@@ -53,7 +53,7 @@ def kernels(case: Case) -> Iterator[tuple[GraphSpec, str]]:
     for step in generated.selection(canonical(spec), PROCESSORS).steps:
         if step.kind == "kernel":
             assert step.choice is not None
-            yield step.spec, generated.source_of(step.spec, step.choice, PROCESSORS).text
+            yield step.spec, patterns.source(step.spec, step.choice).text
 
 
 def eight_bits(spec: GraphSpec) -> bool:

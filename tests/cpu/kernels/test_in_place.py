@@ -33,7 +33,7 @@ def sources(turned: bool) -> list[Source]:
     choices = patterns.choices(spec, 4)
     kinds = {type(patterns.schedule_of(choice)) for choice in choices}
     assert (Tiling in kinds) == turned
-    return [generated.source_of(spec, choice) for choice in choices]
+    return [patterns.source(spec, choice) for choice in choices]
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -105,7 +105,7 @@ def test_running_statistics_are_overwritten(shape: tuple[int, ...]) -> None:
     for name, value in (("y", g.relu(y)), ("next_mean", mean), ("next_var", var)):
         g.output(name, value)
     spec = g.spec()
-    every = [generated.source_of(spec, choice) for choice in patterns.choices(spec, 4)]
+    every = [patterns.source(spec, choice) for choice in patterns.choices(spec, 4)]
     for source in every:
         host_kernels.expect(source)
     given = {name: torch.rand(spec.tensors[name].shape) + 0.5 for name in spec.inputs}

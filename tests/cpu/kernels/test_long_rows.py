@@ -104,17 +104,13 @@ def run(spec: GraphSpec, source: Source, inputs: list[torch.Tensor]) -> list[tor
     return found[0]
 
 
-def source_of(spec: GraphSpec, choice: Choice) -> Source:
-    return host_kernels.expect(patterns.source(spec, choice, 16 * PROCESSORS))
-
-
 def ways(spec: GraphSpec) -> Iterator[tuple[str, Source]]:
     """The kernels of a graph by all rules, each once."""
     texts = set()
     for processors, values in ((PROCESSORS, {}), (MANY, {}), *((PROCESSORS, x) for x in WITHOUT)):
         with changed(**values):
             choice = patterns.by_rule(spec, processors)
-            source = source_of(spec, choice)
+            source = host_kernels.expect(patterns.source(spec, choice))
         if source.text not in texts:
             texts.add(source.text)
             yield f"{choice} by {values}", source
@@ -192,7 +188,7 @@ def test_random_long_rows(seed: int) -> None:
         made = []
         for choice in some:
             try:
-                made.append((choice, source_of(spec, choice)))
+                made.append((choice, host_kernels.expect(patterns.source(spec, choice))))
             except (Refused, cg.errors.NotSupported):
                 assert choice != some[0]
     for choice, source in made:

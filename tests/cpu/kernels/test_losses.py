@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph.backend.plan import Choice
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import patterns
@@ -107,11 +106,7 @@ LOSSES = [
 def sources(spec: GraphSpec) -> list[Source]:
     """By rule for a small GPU and a large one."""
     found = [patterns.by_rule(spec, processors) for processors in (PROCESSORS, 132)]
-    return [source(spec, choice) for choice in dict.fromkeys(found)]
-
-
-def source(spec: GraphSpec, choice: Choice) -> Source:
-    return patterns.source(spec, choice, 16 * PROCESSORS)
+    return [patterns.source(spec, choice) for choice in dict.fromkeys(found)]
 
 
 def run(made: Source, spec: GraphSpec, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -171,7 +166,7 @@ def test_threads_that_share_a_short_row() -> None:
         given = [spec.tensors["x"].empty("cpu").copy_(x64)]
         (exact,), (theirs,) = reference.run(spec, given, torch.float64), reference.run(spec, given)
         for each in patterns.choices(spec, 132):
-            (out,) = run(source(spec, each), spec, given)
+            (out,) = run(patterns.source(spec, each), spec, given)
             numerics.check(out, exact, F32, theirs)
 
 
@@ -221,7 +216,7 @@ def test_nan_and_infinity_of_other_classes_do_not_matter() -> None:
     for kind, first, want in zip(("nll", "nll backward"), (x, dy), wanted, strict=True):
         spec = Loss(kind, (3, 4), "none").graph().spec()
         inputs = [classes if name == "t" else first for name in spec.inputs]
-        every = [source(spec, choice) for choice in patterns.choices(spec, PROCESSORS)]
+        every = [patterns.source(spec, choice) for choice in patterns.choices(spec, PROCESSORS)]
         for made in every:
             host_kernels.expect(made)
         for made in every:
@@ -243,10 +238,12 @@ def test_cross_entropy_reads_its_scores_once(reduction: str) -> None:
     """In one launch, with one more for the sum over rows; its gradient too."""
     for kind in KINDS[1:3]:
         spec = Loss(kind, (4096, 1000), reduction, F16).graph().spec()
-        launches = source(spec, patterns.by_rule(spec, 132)).launches
+        launches = patterns.source(spec, patterns.by_rule(spec, 132)).launches
         assert len(launches) == 1 + (reduction != "none")
     spec = Loss("cross entropy backward", (4096, 1000), reduction, F16).graph().spec()
-    assert len(source(spec, patterns.by_rule(spec, 132)).launches) == 1 + (reduction == "mean")
+    assert len(patterns.source(spec, patterns.by_rule(spec, 132)).launches) == 1 + (
+        reduction == "mean"
+    )
 
 
 def test_a_step_of_training_is_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

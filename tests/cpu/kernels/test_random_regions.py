@@ -45,7 +45,7 @@ def sources(spec: GraphSpec, seed: int) -> list[tuple[Choice, Source]]:
     found = []
     for number, each in enumerate(choices(spec, seed)):
         try:
-            found.append((each, generated.source_of(spec, each)))
+            found.append((each, patterns.source(spec, each)))
         except NotSupported:
             assert number, "the choice by rule"
     return found

@@ -54,7 +54,7 @@ def some(shape: tuple[int, ...], dtype: torch.dtype, stride: Any, most: int = 4)
 def sources_of(spec: GraphSpec) -> list[Source]:
     """The kernels of a graph, which are compiled with the next one that is run."""
     choices = patterns.choices(spec, generated.PROCESSORS)
-    return [host_kernels.expect(generated.source_of(spec, choice)) for choice in choices]
+    return [host_kernels.expect(patterns.source(spec, choice)) for choice in choices]
 
 
 def run(spec: GraphSpec, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -265,7 +265,7 @@ def test_what_is_resized_is_added_behind_a_depthwise_convolution(order: str) -> 
     inputs = random_inputs(spec, torch.device("cpu"))
     out = spec.tensors[spec.outputs[0]].empty("cpu").fill_(7)
     choice = patterns.by_rule(spec, 4)
-    host_kernels.run(patterns.source(spec, choice, 64), [*inputs, out])
+    host_kernels.run(patterns.source(spec, choice), [*inputs, out])
     (want,) = reference.run(spec, inputs, torch.float64)
     assert numerics.relative_error(out, want) <= numerics.bound(torch.bfloat16)
 

@@ -110,6 +110,31 @@ def test_it_is_trained(name: str) -> None:
     numerics.check(found[0], found[1].double(), torch.float32, terms=64)
 
 
+def test_graphs_around_it_save_nothing_that_no_gradient_reads() -> None:
+    """The places of largest elements, which a gradient finds again."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = F.max_pool2d(x * 2, 2)
+        y = torch.cond(y.sum() > 0, lambda y: y * 2, lambda y: y + 1, (y,))
+        return F.max_pool2d(y.relu(), 2)
+
+    data, dy = image(2, 3, 8, 8), image(2, 3, 2, 2)
+    saved: list[torch.Tensor] = []
+    found = []
+    for call in (compiled(function, policy=cg.Policy(kernels=True)), function):
+        x = data.clone().requires_grad_()
+        keep = saved if call is not function else []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, keep=keep: keep.append(t) or t, lambda t: t
+        ):
+            call(x).backward(dy)
+        found.append(x.grad)
+    torch.testing.assert_close(*found)
+    assert set(left()) == {"cond"}
+    places = [each for each in saved if each.dtype == torch.int64 and each.dim() == 4]
+    assert all(set(each.stride()) == {0} for each in places), "one element stands for all"
+
+
 class Net(nn.Module):
     """Convolutions and batch norms before and behind a branch."""
 

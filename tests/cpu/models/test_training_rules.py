@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph.models import dynamo
+from cudnngraph.models import dynamo, saved
 from tests import generated
 from tests.fused import compiled
 from tests.models import image
@@ -369,3 +369,25 @@ def test_a_gradient_at_nan_is_torchs(name: str, generates: bool) -> None:
     assert left_to_torch() == []
     assert x.grad is not None
     torch.testing.assert_close(x.grad[0], torch.tensor(2.0 * slope), equal_nan=True)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_that_drops_nothing_saves_no_state_of_a_generator(dropout: float) -> None:
+    """Torch's kernels for GPUs leave memory as it was there, which compares with nothing."""
+    names = ("do", "q", "k", "v", "o", "lse", "seed", "offset")
+    graph = torch.fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in names}
+    for name, node in nodes.items():
+        shape = () if name in ("seed", "offset") else (1, 2, 4) if name == "lse" else (1, 2, 4, 8)
+        node.meta["val"] = torch.empty(shape, dtype=None if shape else torch.int64, device="meta")
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    *data, seed, offset = nodes.values()
+    made = graph.call_function(
+        backward, (*data[:4], None, *data[4:], seed, offset, dropout, [True] * 3 + [False], True)
+    )
+    graph.output((made,))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    saved.without_states(module)
+    assert saved.unread(module) == (set() if dropout else {"seed", "offset"})
+    call = next(node for node in module.graph.nodes if node.target is backward)
+    assert len(call.args) == 12 and all(call.args[at] is not None for at in (7, 8))
