@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
-from ..errors import GraphError
+from ..errors import GraphError, Problem
 from ..ir.spec import TensorSpec
 from ..ops.table import OPS
 
@@ -26,7 +26,8 @@ class Value:
     """A tensor of a graph under construction: what an op returns and the next one takes.
 
     Has ``shape``, ``dtype`` and ``stride`` as far as inference knows them, the arithmetic and
-    ordering operators, and every op of the graph as a method: ``y.relu()`` is ``g.relu(y)``.
+    ordering operators, and every op of the graph as a method: ``y.relu()`` is ``g.relu(y)``. It is
+    neither true nor false: ``if x > 0`` and ``0 < x < 1`` raise :class:`GraphError`.
     """
 
     def __init__(self, graph: Graph, name: str, spec: TensorSpec | None) -> None:
@@ -63,6 +64,12 @@ class Value:
             method = getattr(self.graph, name)
             return lambda *args, **kwargs: method(self, *args, **kwargs)
         raise AttributeError(f"a graph value has no attribute or op '{name}'")
+
+    def __bool__(self) -> bool:
+        where = f"value '{self.name.lstrip('%')}'"
+        what = "is neither true nor false before the graph runs"
+        mend = "use g.where, g.logical_and, g.logical_or, g.logical_not, or `is None`"
+        raise GraphError(self.graph.name, [Problem(where, what, "", mend)])
 
     def __add__(self, other: Operand) -> Value:
         return self.graph.add(self, other)

@@ -594,7 +594,8 @@ class Importer:
         for node in reversed(self.g._nodes):
             if value.name in node.results and node.op == "expand":
                 (name,) = node.operands
-                return self.g._values.get(name) or input_of(self.g, name)
+                found = self.g._values.get(name)
+                return input_of(self.g, name) if found is None else found
         return None
 
     def _finished(self, results: list[Result]) -> Imported:

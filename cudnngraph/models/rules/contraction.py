@@ -36,7 +36,7 @@ def contracted(c: Importer, dims: Sequence[int], *, keepdim: bool) -> Value | No
         return None
     over = {dim % rank for dim in dims}
     values = [c.value(x) for x in given]
-    values = [c.expanded(x) or x for x in values]
+    values = [x if (narrow := c.expanded(x)) is None else narrow for x in values]
     a, b = (c.g.reshape(x, (1,) * (rank - len(x.shape)) + tuple(x.shape)) for x in values)
     terms = [dim for dim in over if whole[dim] > 1]
     rows, columns, batch = _sorted(a, b, over)

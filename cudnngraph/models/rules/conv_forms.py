@@ -28,10 +28,11 @@ def by_other_ops(
         return None
     if options["groups"] == 1:
         whole = _whole(c, x, weight, bias, options)
-        return whole or _long(c, x, weight, bias, options)
+        return _long(c, x, weight, bias, options) if whole is None else whole
     if weight.shape[1] == 1 and len(x.shape) == 3:
         return _depthwise(c, x, weight, bias, options) if c.kernels else None
-    return _long(c, x, weight, bias, options) or _dense(c, x, weight, bias, options)
+    long = _long(c, x, weight, bias, options)
+    return _dense(c, x, weight, bias, options) if long is None else long
 
 
 def by_channels(c: Importer, x: Value, weight: torch.Tensor) -> bool:

@@ -77,11 +77,13 @@ def _div(c: Importer, a: Arguments) -> Value:
     floor = match_normalize(c.node)
     if floor is not None:
         return c.g.normalize(c.value(a["self"]), eps=floor)
-    return written_norm(c) or _two("div")(c, a)
+    norm = written_norm(c)
+    return _two("div")(c, a) if norm is None else norm
 
 
 def _mul(c: Importer, a: Arguments) -> Value:
-    return written_norm(c) or _two("mul")(c, a)
+    norm = written_norm(c)
+    return _two("mul")(c, a) if norm is None else norm
 
 
 def _rsub(c: Importer, a: Arguments) -> Value:

@@ -187,7 +187,8 @@ def _same(c: Importer, a: Arguments) -> Value:
     x = c.value(first(a))
     if a.get("dtype") in (None, x.dtype) and not a.get("train"):
         return x
-    return written_norm(c) or _cast(c, x, a.get("dtype"))
+    norm = written_norm(c)
+    return _cast(c, x, a.get("dtype")) if norm is None else norm
 
 
 def _cast(c: Importer, x: Value, dtype: torch.dtype | None) -> Value:
