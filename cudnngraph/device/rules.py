@@ -157,6 +157,16 @@ class DeviceRules:
         stage="import",
         others=(0,),
     )
+    convolution_parts_in_place: bool = _measured(
+        False,
+        "yes or no",
+        "whether convolutions of a few groups each write their channels into the whole, for which "
+        "cuDNN copies images twice: RegNetY's take 29.8 us with a copy behind, 37.3 without",
+        page="h200-search.md",
+        alternative="a kernel that joins them",
+        stage="graph",
+        others=(False, True),
+    )
     long_window_min: int = _measured(
         33,
         "steps of a window",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
+from ..device.rules import rules
 from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, TensorSpec, is_channels_last, view_strides
 from ..ops.table import OPS
 from ..ops.views import order_of
@@ -132,7 +133,8 @@ def concat_in_place(spec: GraphSpec) -> GraphSpec:
     """The graph with what is concatenated written into its slice of the result.
 
     That is so for what one convolution, or a pooling that takes any strides, may read besides, and
-    where slices and their rows begin at multiples of 16 bytes.
+    where slices and their rows begin at multiples of 16 bytes. Parts of a grouped convolution may
+    be left as they are, to be joined by a kernel.
     """
     joins = [node for node in spec.nodes if node.op == "concat"]
     if not joins:
@@ -143,6 +145,8 @@ def concat_in_place(spec: GraphSpec) -> GraphSpec:
         size = graph.crossing(result.name).dtype.itemsize
         pitches = (s for n, s in zip(result.shape, result.stride, strict=True) if n > 1 < s)
         if any(pitch * size % ALIGNMENT_BYTES for pitch in pitches):
+            continue
+        if _is_of_groups(graph, node) and not rules().convolution_parts_in_place:
             continue
         start = 0
         for name in node.operands:
@@ -158,6 +162,22 @@ def concat_in_place(spec: GraphSpec) -> GraphSpec:
             ):
                 tensors[name] = replace(tensor, stride=result.stride)
     return spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
+
+
+def _is_of_groups(graph: CutGraph, node: Node) -> bool:
+    """Whether convolutions of slices of one tensor are joined, as those of groups of channels."""
+    sources = set()
+    for name in node.operands:
+        made = graph.producer.get(name)
+        while made is not None and OPS[made.op].pointwise:
+            made = graph.producer.get(made.operands[0])
+        if made is None or not OPS[made.op].has("convolution"):
+            return False
+        read = graph.producer.get(made.operands[0])
+        if read is None or read.op != "slice" or read.attr("dim") != node.attr("dim"):
+            return False
+        sources.add(read.operands[0])
+    return len(sources) == 1
 
 
 def _reads_any_strides(graph: CutGraph, node: Node, name: str) -> bool:
