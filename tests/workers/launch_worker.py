@@ -214,12 +214,15 @@ def fork(directory: Path, _: str) -> None:
     _, status = os.waitpid(child, 0)
     (text,) = (path.read_text() for path in (directory / "launching").iterdir())
     _report(child=os.waitstatus_to_exitcode(status), engine=json.loads(text)["engine"])
+    begun, begins = os.pipe()
     sleeper = os.fork()
     if sleeper == 0:
+        os.write(begins, b"!")  # it has let go of the lock, if it ever does
         os.close(1)
         os.close(2)
         time.sleep(30)  # outlives its parent, whose lock must not live on in it
         os._exit(0)
+    os.read(begun, 1)
     _report(sleeper=sleeper)
     os.abort()
 

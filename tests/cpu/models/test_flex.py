@@ -282,6 +282,7 @@ def test_torch_compiles_it_once_for_each_form(monkeypatch: pytest.MonkeyPatch) -
         return made
 
     monkeypatch.setattr(cut._Compiled, "_compile", noted)
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # no processes left behind
     call, change, keeps = flex_call("parts", "slopes")
     inputs = data(torch.float32)
     with torch.no_grad():

@@ -323,4 +323,5 @@ def test_old_objects_are_collected_as_before_once_a_model_is_traced() -> None:
     cg.fuse(net, (x,), check=False)
     with pytest.raises(cg.CannotImport):
         cg.fuse(net, (x, x), check=False)
-    assert gc.get_threshold() == before and gc.get_freeze_count() == frozen
+    assert gc.get_threshold() == before
+    assert 0.9 * frozen <= gc.get_freeze_count() <= frozen, "some may have died, none were added"
