@@ -117,17 +117,14 @@ def floor(data: torch.dtype, result: torch.dtype, *, terms: int = 1) -> float:
     it: an elementary function is good to a unit in the last place, two roundings; and where the
     data are float32 too, a plain running sum of n terms of random sign is off by u sqrt(n / 6):
     step k adds an error of variance k u^2 / 3 to a sum of variance n. A library that sums in blocks
-    is closer, one that sums in order is right. Sums of what is made of 16-bit data in float32 are
-    held to the best that there is, in pairs: each of log2(n) levels adds a variance of u^2 / 3. FP8
-    data may be off besides by what tensor cores truncate.
+    is closer, one that sums in order is right. FP8 data may be off besides by what tensor cores
+    truncate.
     """
     if data in FP8:
         return ROUNDOFF[result] + BOUNDS["float32 result of FP8 data"]
     if result != torch.float32:
         return ROUNDOFF[result]
-    if data == torch.float32:
-        return ROUNDOFF[result] * max(2.0, math.sqrt(terms / 6))
-    return ROUNDOFF[result] * math.sqrt(2.0**2 + math.log2(terms) / 3)
+    return ROUNDOFF[result] * max(2.0, math.sqrt(terms / 6) if data == torch.float32 else 0.0)
 
 
 def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:

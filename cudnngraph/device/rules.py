@@ -71,8 +71,8 @@ class DeviceRules:
     sibling_max_multiplications: int = _measured(
         1 << 32,
         "multiplications of a product",
-        "how large products of one tensor may be that become one: at 2.4 x 10^9 one takes 0.64 of "
-        "the time of three, at 7.1 x 10^9 as long",
+        "how large products of one tensor may be that become one (an estimate: at 2.4 x 10^9 one "
+        "takes 0.65 of the time of three)",
         page="h200-search.md",
         alternative="each product by itself",
         stage="import",

@@ -139,7 +139,7 @@ class Cut:
                 by_torch = _by_torch(traced, part, reads, gives)
                 is_flex = name.startswith("flex_attention")
                 module = partial(_module, traced, part, reads, gives)
-                call = _Compiled(name, module, by_torch) if is_flex else by_torch
+                call = _ByCompiler(name, module, by_torch) if is_flex else by_torch
                 self._left.append((name, last_line(part[0].meta.get("stack_trace") or "")))
             else:
                 places = tuple(at for at, node in enumerate(reads) if node in weights)
@@ -229,7 +229,7 @@ def _module(
     return torch.fx.GraphModule(whole, graph)
 
 
-class _Compiled:
+class _ByCompiler:
     """A call that torch compiles for each form of what it is called with, or ``otherwise`` where
     that fails."""
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -96,30 +97,24 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and has_triton()
 
 
-def is_torchs(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    score_mod: Function,
-    block_mask: tuple[Any, ...],
-    scale: float,
-    kernel_options: Any,
-    score_operands: Sequence[torch.Tensor] = (),
-    mask_operands: Sequence[torch.Tensor] = (),
-) -> bool:
+def is_torchs(*args: Any, **kwargs: Any) -> bool:
     """Whether torch's own kernels should run what :func:`attention` is called with: where that
     would take a number for each query and key."""
+    bound = signature(attention).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    query, score_mod, mask_mod = given["query"], given["score_mod"], given["block_mask"][-1]
     if not has_kernels(query.device):
         return False
     with unset_fake_temporarily():
-        if not _is_same(score_mod) and (score_operands or not _is_cap(score_mod)):
+        if not _is_same(score_mod) and (given["score_operands"] or not _is_cap(score_mod)):
             return True
-        if _is_none(block_mask[-1]):
+        if _is_none(mask_mod):
             return False
-        sizes = (*query.shape[:3], key.shape[2])
-        if mask_operands or math.prod(sizes[2:]) > bands.MOST_SCORES:
+        sizes = (*query.shape[:3], given["key"].shape[2])
+        if given["mask_operands"] or math.prod(sizes[2:]) > bands.MOST_SCORES:
             return True
-        mask = _mask(block_mask[-1], _places(sizes, query.device), sizes)
+        mask = _mask(mask_mod, _places(sizes, query.device), sizes)
         return bands.band_of(mask) is None
 
 

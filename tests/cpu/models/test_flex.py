@@ -258,7 +258,7 @@ def test_what_takes_a_number_for_each_query_and_key_is_torchs(
     torchs = importlib.import_module("torch.nn.attention.flex_attention")
     monkeypatch.setattr(torchs, "_validate_device", lambda *x: None)
     monkeypatch.setattr(flex, "has_kernels", lambda device: True)
-    monkeypatch.setattr(cut._Compiled, "_compile", lambda self, given: self._otherwise)
+    monkeypatch.setattr(cut._ByCompiler, "_compile", lambda self, given: self._otherwise)
     call, change, keeps = flex_call(mask, score)
     inputs = data(torch.float32)
     found = trained(compiled(call, policy=GENERATES), *inputs)
@@ -272,7 +272,7 @@ def test_what_takes_a_number_for_each_query_and_key_is_torchs(
 
 def test_torch_compiles_it_once_for_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "has_kernels", lambda device: True)
-    compiles = cut._Compiled._compile
+    compiles = cut._ByCompiler._compile
     forms: list[torch.Size] = []
 
     def noted(self: Any, given: Sequence[Any]) -> Any:
@@ -281,7 +281,7 @@ def test_torch_compiles_it_once_for_each_form(monkeypatch: pytest.MonkeyPatch) -
         assert made is not self._otherwise
         return made
 
-    monkeypatch.setattr(cut._Compiled, "_compile", noted)
+    monkeypatch.setattr(cut._ByCompiler, "_compile", noted)
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # no processes left behind
     call, change, keeps = flex_call("parts", "slopes")
     inputs = data(torch.float32)
