@@ -273,7 +273,7 @@ class RegionSearch:
         yield from self._started(begun, roots, deadline)
         gains = {id(each): each.gain_us() for each in begun}
         times = {id(each): each.us() for each in begun}
-        while (late := time.perf_counter() >= deadline) is False:
+        while time.perf_counter() < deadline:
             if sum(gains.values()) <= LEFT_SHARE * sum(times.values()):
                 # Regions share steps: one may have become faster by the search of another.
                 times = {id(each): each.us() for each in begun}
@@ -293,7 +293,7 @@ class RegionSearch:
             if chosen:
                 yield chosen[0][0].search.progress()
         for each in begun:
-            each.search.stop(each.roots, late=late)
+            each.search.stop(each.roots, deadline)
 
     def _of_most_worth(
         self, begun: Sequence[_Begun], gains: dict[int, float], enough_us: float

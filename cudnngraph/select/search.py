@@ -85,7 +85,8 @@ class Search:
         self._parts: dict[tuple[int, tuple[str, ...]], Part] = {}
         self.order: list[Part] = []
         self._why_left = ""
-        self._late = False
+        # Of a search that has stopped:
+        self._deadline, self._left_us, self._thrown = math.inf, 0.0, 0
 
     def part(self, graph: CutGraph, nodes: Group) -> Part:
         """The part that ``nodes`` make up, with everything below it."""
@@ -315,8 +316,7 @@ class Search:
     def widen(self, roots: Sequence[Part]) -> Iterator[tuple[int, int]]:
         """Start every part that may be a step of the fastest way, as far as that is known."""
         while True:
-            late = self._late or self.over()
-            parts = self.owed(roots) if late else self.unstarted(roots)
+            parts = self.owed(roots) if self._is_late() else self.unstarted(roots)
             if not parts:
                 return
             yield from self.start(parts)
@@ -333,6 +333,9 @@ class Search:
         by_rules = (part for root in roots for part in by_rule(root))
         return [part for part in by_rules if not part.step.started]
 
+    def _is_late(self) -> bool:
+        return time.perf_counter() >= self._deadline or self.over()
+
     def over(self) -> bool:
         """Whether all the time is spent that the whole may take."""
         return time.perf_counter() >= self._ends
@@ -344,21 +347,34 @@ class Search:
         yield from self.start(roots)
         yield from self.widen(roots)
         while time.perf_counter() < deadline:
-            gain = self.gain_us(roots) > LEFT_SHARE * self.us(roots)
-            chosen = self.most_promising(roots) if gain else None
-            if chosen is not None:
-                self._bench.ahead(chosen.spec, BUILT_AHEAD)
-                self.advance([chosen])
-            elif self.doubt(roots):
+            if not self._tried(roots, LEFT_SHARE * self.us(roots)):
+                if not self.doubt(roots):
+                    break
                 yield from self.widen(roots)
-            else:
-                break
             yield self.progress()
-        self.stop(roots, late=time.perf_counter() >= deadline)
+        self.stop(roots, deadline)
 
-    def stop(self, roots: Sequence[Part], *, late: bool) -> None:
-        """Note why no more plans are tried."""
-        self._late = late
+    def _tried(self, roots: Sequence[Part], enough_us: float) -> bool:
+        """Try the plan that is worth most, if the graph could gain more than ``enough_us`` and
+        there is one."""
+        chosen = self.most_promising(roots) if self.gain_us(roots) > enough_us else None
+        if chosen is not None:
+            self._bench.ahead(chosen.spec, BUILT_AHEAD)
+            self.advance([chosen])
+        return chosen is not None
+
+    def _reopened(self, roots: Sequence[Part]) -> bool:
+        """Go on with a search that stopped because of a plan which turned out wrong since."""
+        return self._thrown_out() > self._thrown and self._tried(roots, self._left_us)
+
+    def _thrown_out(self) -> int:
+        return sum(step.thrown_out for step in {id(p.step): p.step for p in self.order}.values())
+
+    def stop(self, roots: Sequence[Part], deadline: float) -> None:
+        """Note why no more plans are tried, and what the graph could still gain."""
+        self._deadline, self._left_us = deadline, self.gain_us(roots)
+        self._thrown = self._thrown_out()
+        late = self._is_late()
         self._why_left = f"not tried: the graph could gain under {LEFT_SHARE:.0%} of its time"
         if late and self.over():
             self._why_left = f"not tried: the {self._policy.total_s:g} s for the whole were spent"
@@ -530,7 +546,7 @@ class Search:
         while True:
             for _ in self.widen(roots):
                 pass  # a way that was to win may have turned out wrong
-            if not self._late and self.doubt(roots):
+            if not self._is_late() and (self._reopened(roots) or self.doubt(roots)):
                 continue
             rivals = self.rivals(roots)
             if not rivals:
@@ -570,6 +586,7 @@ class Search:
             way.right = True
             return True
         step.ways.remove(way)
+        step.thrown_out += 1
         step.lost.append(decided(way, why))
         while step.queue and all(each.plan is None for each in step.ways):
             self.advance([step])  # the rest of the list is better than no plan

@@ -45,6 +45,7 @@ class StepSearch:
     kernels: list[Choice] | None = None  # generated ones left to try, None before they are known
     built: int = 0
     in_vain: int = 0
+    thrown_out: int = 0  # plans that were measured, and turned out wrong
     compared: bool = False  # its fastest ways, side by side
 
     def add(self, way: Variant) -> None:
