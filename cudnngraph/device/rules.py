@@ -381,6 +381,13 @@ class DeviceRules:
         "(an estimate)",
         alternative="a test of each step",
     )
+    kernel_follows_early: bool = _measured(
+        False,
+        "yes or no",
+        "whether a generated kernel, from a bound call or within a CUDA graph, is launched before "
+        "the kernel in front of it has ended, whose writes it waits for (not measured)",
+        alternative="a launch behind it",
+    )
     kernel_partials_again_bytes: int = _measured(
         10 << 20,
         "bytes",
