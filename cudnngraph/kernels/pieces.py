@@ -90,25 +90,31 @@ def write(spec: GraphSpec, plan: Pieces) -> Source:
         raise Refused("one region, which is no kernel of pieces")
     check_count(spec)
     functions: dict[str, str] = {}
-    calls: list[str] = []
+    calls: list[tuple[int, list[str]]] = []
     count = 0
     for part in parts:
         body, blocks = _piece(part, plan)
         name = functions.setdefault(body, f"piece_{len(functions)}")
         given = ", ".join(f"a.p[{places[each]}]" for each in (*part.inputs, *part.outputs))
-        calls += [
-            f"if (block < {blocks}u) {{",
-            f"  void* const q[] = {{{given}}};",
-            f"  {name}(q, block, {blocks}u);",
-            "  return;",
-            "}",
-            f"block -= {blocks}u;",
-        ]
+        lines = [f"void* const q[] = {{{given}}};", f"{name}(q, block - {count}u, {blocks}u);"]
+        calls.append((count, lines))
         count += blocks
     head = "static __device__ __noinline__ void"
     own = [f"{head} {name}({_TAKEN}) {{\n{body}}}" for body, name in functions.items()]
-    whole = function(NAME, plan.threads, ["u32 block = blockIdx.x;", *calls])
+    whole = function(NAME, plan.threads, ["const u32 block = blockIdx.x;", *_chosen(calls)])
     return Source(text_of(len(places), [*own, whole]), count, plan.threads)
+
+
+def _chosen(calls: Sequence[tuple[int, list[str]]]) -> list[str]:
+    """The lines that do one of several calls, by the block that each begins with: in halves, so
+    that few comparisons find it."""
+    if len(calls) == 1:
+        return calls[0][1]
+    middle = len(calls) // 2
+    first, behind = (
+        [f"  {line}" for line in _chosen(some)] for some in (calls[:middle], calls[middle:])
+    )
+    return [f"if (block < {calls[middle][0]}u) {{", *first, "} else {", *behind, "}"]
 
 
 def _piece(part: GraphSpec, plan: Pieces) -> tuple[str, int]:

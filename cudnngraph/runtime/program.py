@@ -116,15 +116,15 @@ class Program:
         """Outputs and inputs that may be the same memory: pointwise ops read an element before they
         write it, so an output may replace what no later step reads.
 
-        Not where another output has a shape of its own, for which the input may be broadcast; nor
-        where the step reads the input for what has nothing to do with the output: a kernel computes
-        that in other blocks, which nothing waits for.
+        Not where another output that has to do with it has a shape of its own, for which the input
+        may be broadcast; nor where the step reads the input for what has nothing to do with the
+        output: a kernel computes that in other blocks, which nothing waits for.
         """
         spec = self.spec
         nodes = [node for step in self.steps for node in step.spec.nodes]
-        shapes = {spec.tensors[name].shape for name in spec.outputs}
-        if len(shapes) > 1 or not all(OPS[node.op].pointwise for node in nodes):
+        if not all(OPS[node.op].pointwise for node in nodes):
             return frozenset()
+        alike = _of_one_shape(spec.outputs, [step.spec for step in self.steps])
         last = {name: number for number, step in enumerate(self.steps) for name in step.spec.inputs}
         written = {
             name: number for number, step in enumerate(self.steps) for name in step.spec.outputs
@@ -134,7 +134,7 @@ class Program:
             (output, source)
             for output in spec.outputs
             for source in spec.inputs
-            if output in written
+            if output in alike
             and last.get(source, -1) <= written[output]
             and source not in beside[output]
         )
@@ -325,6 +325,17 @@ class Program:
             return
         by_number = dict(zip(self.running, calls, strict=True))
         streams.run(by_number, self.until, self.sides, index)
+
+
+def _of_one_shape(outputs: Sequence[str], steps: Sequence[GraphSpec]) -> set[str]:
+    """The outputs that steps write, but for those beside which one of another shape is made."""
+    tensors = {name: tensor for spec in steps for name, tensor in spec.tensors.items()}
+    found: set[str] = set()
+    for group in apart([node for spec in steps for node in compute_nodes(spec.nodes)], tensors):
+        made = {name for node in group for name in node.results}.intersection(outputs)
+        if len({tensors[name].shape for name in made}) == 1:
+            found |= made
+    return found
 
 
 def _read_beside(steps: Sequence[GraphSpec]) -> dict[str, frozenset[str]]:

@@ -16,6 +16,7 @@ from ..arguments import shown
 from ..errors import CaptureError, PolicyError
 from .bound import CapturedCall
 from .process import PROCESS
+from .updates import by_kernels
 
 _log = logging.getLogger(__name__)
 _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -43,7 +44,8 @@ def capture_step(
     What Python does in ``step`` happens once, when it is captured: counters, printing, learning
     rates. ``optimizers`` (one or several) are made ready for a capture, and a step is captured anew
     when one of their numbers has changed; a learning rate that changes at every step has to be a
-    tensor. Forms beyond ``max_shapes`` are not captured.
+    tensor. SGD, Adam and AdamW that are ``fused=True`` run as generated kernels where their tensors
+    are float32. Forms beyond ``max_shapes`` are not captured.
 
     Calls raise :class:`CaptureError`, with the line at fault, for a step that cannot be captured:
     one that reads a tensor on the host (``.item()``, ``if tensor``), or is given one that lies
@@ -183,7 +185,7 @@ class CapturedStep:
             self._stream = make()
         outer = torch.cuda.current_stream()
         self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), by_kernels():
             made = self._step(*args, **kwargs)
         outer.wait_stream(self._stream)
         pytree.tree_map_only(torch.Tensor, lambda each: each.record_stream(outer), made)
@@ -214,7 +216,8 @@ class CapturedStep:
             form.made = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)
 
         try:
-            form.captured = CapturedCall(call, device, warm=False)
+            with by_kernels():
+                form.captured = CapturedCall(call, device, warm=False)
         except Exception as error:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient

@@ -24,6 +24,7 @@ from cudnngraph.kernels.rows import MOST_REGISTERS, rows_of, schedule_for
 from cudnngraph.kernels.rules import RULES
 from cudnngraph.kernels.tape import Refused
 from cudnngraph.kernels.write import write
+from cudnngraph.runtime import updates
 from tests import chunks, generated
 from tests.cpu.kernels import test_columns, test_torch_ops
 from tests.samples import F64, Case, enumerate_cases
@@ -257,6 +258,31 @@ def test_kernels_that_follow_early_compile(capability: int) -> None:
     if capability < kernel.FOLLOWING:
         plain = patterns.source(spec, patterns.by_rule(spec, PROCESSORS)).text
         assert compiler.cubin(text, capability) == compiler.cubin(plain, capability)
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_updates_of_many_parameters_spill_nothing(kind: str) -> None:
+    g = cg.Graph(kind)
+    lr, adam = g.input("lr", (1,), torch.float32), kind == "adam"
+    for number in range(updates.AT_ONCE):
+        size = 768 * 64 * (number % 5) + number + 1
+        if adam:
+            numbers = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decoupled": True}
+        else:
+            numbers = {"momentum": 0.9, "dampening": 0.0, "nesterov": True}
+        write_out = updates._adam_of if adam else updates._sgd_of
+        made = write_out(g, lr, number, size, weight_decay=0.1, maximize=False, **numbers)  # type: ignore[operator]
+        for name, value in made.items():
+            g.output(f"next_{name}", value)
+    (step,) = generated.selection(canonical(g.spec()), PROCESSORS).steps
+    assert step.kind == "kernel" and step.choice is not None
+    text = patterns.source(step.spec, step.choice).text
+    for capability in (80, 90, 120):
+        found = resources(compiler.cubin(text, capability))
+        assert found.local_bytes <= ADDRESSES, found
+
+
+ADDRESSES = 8 * 9  # bytes, of the tensors of a region
 
 
 def compiled(text: str, capability: int) -> tuple[bytes, str]:

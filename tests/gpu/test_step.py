@@ -13,6 +13,7 @@ from torch import nn
 
 import cudnngraph as cg
 from cudnngraph.models.dynamo import backend
+from cudnngraph.runtime import updates
 
 STEPS = 9
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -21,6 +22,7 @@ OPTIMIZERS: dict[str, Make] = {
     "fused sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, fused=True),
     "adamw": lambda p: torch.optim.AdamW(p, 1e-3, capturable=True),
     "fused adamw": lambda p: torch.optim.AdamW(p, 1e-3, fused=True),
+    "fused adam": lambda p: torch.optim.Adam(p, 1e-3, weight_decay=0.1, fused=True),
 }
 
 
@@ -68,8 +70,11 @@ def trained(make: Make, *, capture: bool, compiled: bool = False, n: int = STEPS
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_trains_as_without_a_graph(name: str) -> None:
+def test_it_trains_as_without_a_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "_updates", {})
     losses, state = trained(OPTIMIZERS[name], capture=True)
+    if "fused" in name:
+        assert any(updates._updates.values()), "a generated kernel updates the parameters"
     wanted, expected = trained(OPTIMIZERS[name], capture=False)
     torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
     for key, value in state.items():

@@ -451,6 +451,20 @@ def test_pointwise_graphs_may_write_over_an_input() -> None:
     assert torch.equal(a, want)
 
 
+def test_results_of_several_shapes_may_each_be_written_over_what_they_are_made_of() -> None:
+    g = cg.Graph("g")
+    x, z, s = g.input("x", (4, 5), F32), g.input("z", (7,), F32), g.input("s", (1,), F32)
+    g.output("y", g.mul(x, s))
+    g.output("w", g.add(z, s))
+    exe = g.compile("cpu")
+    a, b, c = torch.randn(4, 5), torch.randn(7), torch.randn(1)
+    wanted = a * c, b + c
+    exe.run(x=a, z=b, s=c, y=a, w=b)
+    torch.testing.assert_close((a, b), wanted)
+    with pytest.raises(cg.BindError, match="output 'w': overlaps input 'x'"):
+        exe.run(x=a, z=b, s=c, y=torch.empty(4, 5), w=a.view(-1)[:7])
+
+
 def test_writing_over_an_input_that_is_read_shifted_is_refused() -> None:
     g = cg.Graph("g")
     g.output("y", g.input("x", (4,), F32).relu())
