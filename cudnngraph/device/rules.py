@@ -167,6 +167,16 @@ class DeviceRules:
         stage="graph",
         others=(False, True),
     )
+    convolution_slices_in_place: bool = _measured(
+        False,
+        "yes or no",
+        "whether 16-bit convolutions read some channels of an image where they lie, which cuDNN "
+        "copies in front of each (6 us for a RegNetY's, 2.2 by a generated kernel)",
+        page="h200-search.md",
+        alternative="a dense copy of them",
+        stage="graph",
+        others=(False, True),
+    )
     long_window_min: int = _measured(
         33,
         "steps of a window",

@@ -174,6 +174,8 @@ def _is_of_groups(graph: CutGraph, node: Node) -> bool:
         if made is None or not OPS[made.op].has("convolution"):
             return False
         read = graph.producer.get(made.operands[0])
+        while read is not None and read.op == "identity":  # a dense copy of the slice
+            read = graph.producer.get(read.operands[0])
         if read is None or read.op != "slice" or read.attr("dim") != node.attr("dim"):
             return False
         sources.add(read.operands[0])

@@ -7,6 +7,7 @@
 - Results of pointwise ops lie as most of what these read; in rows or batches, if matmuls and norms
   read them so.
 - Gradients of resizing by much go through one dim after the other.
+- Channels that convolutions read of an image are copied to one of their own.
 - Operands of a concatenation are written in place, and joined before views that show them.
 """
 
@@ -17,6 +18,7 @@ from ..ir.spec import GraphSpec
 from ..policy import Policy
 from .annotate import annotate
 from .concat import concat_before_views, concat_in_place
+from .conv_slices import dense_slices
 from .masks import align_masks, bool_masks_to_additive
 from .packed import insert_ragged_offsets, match_gradient_strides
 from .pointwise_layout import lay_pointwise
@@ -49,5 +51,5 @@ def prepared(spec: GraphSpec) -> GraphSpec:
     seen = align_masks(alias_views(float32_reductions(bool_masks_to_additive(spec))))
     seen = lay_rows(seen)
     seen = lay_pointwise(resize_dim_by_dim(concat_before_views(seen)))
-    made = concat_in_place(lay_batches(sink_views(propagate_row_layout(seen))))
+    made = concat_in_place(lay_batches(sink_views(propagate_row_layout(dense_slices(seen)))))
     return insert_ragged_offsets(match_gradient_strides(made))

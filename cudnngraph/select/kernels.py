@@ -15,7 +15,7 @@ import torch
 
 from ..backend import env
 from ..backend.plan import Choice
-from ..ir.spec import GraphSpec
+from ..ir.spec import GraphSpec, memory_order
 from ..kernels import kernel, patterns
 from ..kernels.pieces import apart
 from ..kernels.source import MOST_TENSORS
@@ -139,8 +139,8 @@ def grown(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item
 
 def _side_by_side(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:
     """Items of which those are one kernel that may run first, since they read inputs alone (casts,
-    as of a model's weights, and what none reads), and the casts that may run last, since none reads
-    them, as of gradients."""
+    as of a model's weights, and what none reads), the casts that may run last, since none reads
+    them, as of gradients, and copies of parts of one tensor."""
     inputs = {*graph.spec.inputs, *(n.results[0] for n in graph.spec.nodes if n.op == "constant")}
     first: list[Item] = []
     last: list[Item] = []
@@ -155,7 +155,8 @@ def _side_by_side(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> l
         elif item.open and casts and unread:
             last.append(item)
     left = list(items)
-    for beside in (first, last):
+    others = [item for item in items if item not in first and item not in last]
+    for beside in (first, last, *_copies_of_one(graph, others)):
         while len(beside) > 1:
             together = [beside.pop(0)]
             tensors = len(_outside(graph, together[0]))
@@ -168,6 +169,25 @@ def _side_by_side(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> l
                 gone = set(together[:-1])
                 left = [each for each in left if each not in gone]
     return left
+
+
+def _copies_of_one(graph: CutGraph, items: Sequence[Item]) -> list[list[Item]]:
+    """The open items that do no more than copy parts of one tensor as they lie, for each such
+    tensor."""
+    shows = {name: item.nodes[0] for item in items if item.free for name in item.names}
+    found: dict[str, list[Item]] = {}
+    for item in items:
+        if not item.open or len(item.nodes) > 1 or item.nodes[0].op != "identity":
+            continue
+        (node,) = item.nodes
+        part, made = (graph.spec.tensors[name] for name in (*node.operands, *node.results))
+        name = part.name
+        while name in shows and shows[name].op == "slice":
+            name = shows[name].operands[0]
+        orders = {memory_order(each.shape, each.stride) for each in (part, made)}
+        if name != part.name and len(orders) == 1:
+            found.setdefault(name, []).append(item)
+    return list(found.values())
 
 
 def _sorted(graph: CutGraph, items: Sequence[Item]) -> Group:

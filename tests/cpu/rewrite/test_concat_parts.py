@@ -53,8 +53,8 @@ def test_parts_of_a_grouped_convolution_are_joined_by_a_kernel(kind: str, in_pla
 
 
 def test_a_search_tries_both() -> None:
-    (other,) = alternatives.of_graph(joined("parts"), POLICY)
-    assert other == (("convolution_parts_in_place", True),)
+    others = list(alternatives.of_graph(joined("parts"), POLICY))
+    assert (("convolution_parts_in_place", True),) in others
     assert list(alternatives.of_graph(joined("one tensor"), POLICY)) == []
 
 
