@@ -85,8 +85,8 @@ class Search:
         self._parts: dict[tuple[int, tuple[str, ...]], Part] = {}
         self.order: list[Part] = []
         self._why_left = ""
-        # Of a search that has stopped:
-        self._deadline, self._left_us, self._thrown = math.inf, 0.0, 0
+        # Of a search that has stopped: the time when it had to, and the plans that were wrong.
+        self._deadline, self._thrown = math.inf, 0
 
     def part(self, graph: CutGraph, nodes: Group) -> Part:
         """The part that ``nodes`` make up, with everything below it."""
@@ -365,15 +365,15 @@ class Search:
 
     def _reopened(self, roots: Sequence[Part]) -> bool:
         """Go on with a search that stopped because of a plan which turned out wrong since."""
-        return self._thrown_out() > self._thrown and self._tried(roots, self._left_us)
+        wrong = self._thrown_out() > self._thrown
+        return wrong and self._tried(roots, LEFT_SHARE * self.us(roots))
 
     def _thrown_out(self) -> int:
         return sum(step.thrown_out for step in {id(p.step): p.step for p in self.order}.values())
 
     def stop(self, roots: Sequence[Part], deadline: float) -> None:
-        """Note why no more plans are tried, and what the graph could still gain."""
-        self._deadline, self._left_us = deadline, self.gain_us(roots)
-        self._thrown = self._thrown_out()
+        """Note why no more plans are tried."""
+        self._deadline, self._thrown = deadline, self._thrown_out()
         late = self._is_late()
         self._why_left = f"not tried: the graph could gain under {LEFT_SHARE:.0%} of its time"
         if late and self.over():
