@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -23,6 +24,34 @@ _StandIn = TypeVar("_StandIn", bound="StandIn")
 _OLD_PREFIX = "model."  # of the keys of state dicts that were saved before keys were the model's
 
 
+class _Forward:
+    """What calls a stand-in, with the parameters that the ``forward`` of its model has: libraries
+    ask for these, and leave out arguments that are not among them."""
+
+    def __init__(self, of: StandIn) -> None:
+        self.__self__ = of  # as of a method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__self__.called(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.__self__.unfused.forward)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, "forward")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__self__.called, name)  # __code__, which torch.export reads
+
+
+class _Forwards:
+    """Gives each stand-in its ``forward``; one that is set on it comes first, as of any module."""
+
+    def __get__(self, of: StandIn | None, kind: type[StandIn]) -> Any:
+        return kind.called if of is None else _Forward(of)
+
+
 class StandIn(nn.Module):
     """A module that stands for the one in evaluation mode which :attr:`unfused` is.
 
@@ -42,6 +71,12 @@ class StandIn(nn.Module):
         held = unfused.__dict__
         shared = {name: held[name] for name in _SHARED if name in held}
         self.__dict__.update(shared, unfused=unfused, training=False)
+
+    forward = _Forwards()
+
+    def called(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what ``unfused`` returns for these arguments."""
+        raise NotImplementedError
 
     def refresh(self) -> None:
         """Take the present weights and settings of ``unfused``."""

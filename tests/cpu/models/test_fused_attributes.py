@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -141,6 +142,19 @@ def test_names_of_this_class_are_its_own() -> None:
     fused: Any = cg.fuse(model, image(2, 4))
     assert "Model on cpu" in str(fused.report) and isinstance(model.report, nn.Linear)
     assert fused.unfused.report is model.report
+
+
+def test_forward_has_the_parameters_of_the_models() -> None:
+    """Trainer, sentence-transformers and pipelines leave out arguments that are not among them."""
+    model, fused, x = pair()
+    assert str(inspect.signature(fused.forward)) == "(x: 'torch.Tensor') -> 'torch.Tensor'"
+    assert "self" in inspect.signature(type(fused).forward).parameters
+    for way in (copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))):
+        assert torch.equal(way(fused.forward)(x=x), fused.forward(x))
+    model.forward = lambda x, mask=None: x
+    assert list(inspect.signature(fused.forward).parameters) == ["x", "mask"]
+    fused.forward = lambda x: x - 1
+    assert torch.equal(fused(x), x - 1)
 
 
 def test_there_is_no_training_mode() -> None:
