@@ -40,6 +40,8 @@ class Copied:
     def __init__(self, module: HasGraph) -> None:
         self._module = module
         self.graph: torch.fx.Graph = copy.deepcopy(module.graph)
+        for old, new in zip(module.graph.nodes, self.graph.nodes, strict=True):
+            new.name = old.name  # a copy renames those of Python's own, such as "input"
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

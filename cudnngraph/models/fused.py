@@ -43,7 +43,7 @@ from .export import asks, is_recording
 from .form import Form, Options, difference, make
 from .numbers import Numbers, warn_of
 from .report import Report
-from .stand_in import Parts, StandIn, first_floating_dtype
+from .stand_in import Parts, StandIn, check_mode, first_floating_dtype
 
 _log = logging.getLogger(__name__)
 #: What says that a number cannot be an input of the graph.
@@ -435,15 +435,9 @@ _old_left_alone = _OldLeftAlone()
 
 def _check_model(model: Any) -> None:
     """Raise :class:`PolicyError` for what is no model in evaluation mode."""
-    if not isinstance(model, nn.Module):
-        what = f"the model is a {type(model).__name__}; expected a torch.nn.Module"
-        if callable(model) and not isinstance(model, type):
-            what += " (for a function: torch.compile(function, backend='cudnngraph'))"
-        raise PolicyError(what)
+    check_mode(model)
     if isinstance(model, Fused):
         raise PolicyError("the model is fused; expected the model itself, which is its unfused")
-    if model.training:
-        raise PolicyError("the model is in training mode; call model.eval(), fuse is for use")
 
 
 def fuse(

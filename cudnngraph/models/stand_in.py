@@ -157,7 +157,8 @@ class StandIn(nn.Module):
                 f"a {mine} of a {theirs} is for inference: it has no training mode; train the "
                 f"{theirs} itself (unfused), also by torch.compile(model, backend='cudnngraph')"
             )
-        self.unfused.train(False)
+        if _has_modes(self.unfused):
+            self.unfused.train(False)
         return self
 
     def _apply(self: _StandIn, fn: Any, recurse: bool = True) -> _StandIn:
@@ -210,6 +211,25 @@ class Parts:
         """Whether each is where it was."""
         now = self._now()
         return len(now) == len(self._then) and all(map(operator.is_, now, self._then))
+
+
+def check_mode(model: Any) -> None:
+    """Raise :class:`PolicyError` for what is no module in evaluation mode."""
+    if not isinstance(model, nn.Module):
+        what = f"the model is a {type(model).__name__}; expected a torch.nn.Module"
+        if isinstance(model, torch.export.ExportedProgram):
+            what += ": the program's module()"
+        elif callable(model) and not isinstance(model, type):
+            what += " (for a function: torch.compile(function, backend='cudnngraph'))"
+        raise PolicyError(what)
+    if model.training and _has_modes(model):
+        raise PolicyError("the model is in training mode; call model.eval(), fuse is for use")
+
+
+def _has_modes(module: nn.Module) -> bool:
+    """Whether a module has a training and an evaluation mode. What torch.export gives has not: its
+    graph is in the mode in which it was exported."""
+    return not (isinstance(module, torch.fx.GraphModule) and "eval" in vars(module))
 
 
 def first_floating_dtype(module: nn.Module) -> torch.dtype | None:

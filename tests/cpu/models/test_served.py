@@ -166,3 +166,33 @@ def test_threads_may_fuse_at_once_what_torch_export_imports() -> None:
         numerics.check(ours, exact, torch.bfloat16, own, terms=4)
 
     at_once(serve, 3)
+
+
+class Noisy(nn.Module):
+    """Of an argument whose name is one of Python's own, and with what leaves it to torch.export."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input + torch.rand_like(input)
+
+
+def test_an_argument_may_have_a_name_of_pythons_own_where_torch_export_imports() -> None:
+    with pytest.raises(cg.CannotImport, match="draws random numbers"):
+        cg.fuse(Noisy().eval(), torch.randn(3, 4))
+
+
+def test_an_exported_program_is_fused_as_it_was_exported() -> None:
+    """It has no modes: torch says that it is in training, and refuses eval()."""
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(2, 3, 8, 8)
+    batch = ({0: torch.export.Dim("batch", min=1, max=8)},)
+    trained = torch.export.export(model, (x,))
+    program = torch.export.export(model.eval(), (x,), dynamic_shapes=batch)
+    with pytest.raises(NotImplementedError):
+        program.module().eval()
+    fused = cg.fuse(program.module(), x)
+    assert fused.eval() is fused and fused.report is not None and fused.report.folded == 1
+    for each in (x, x[:1], torch.cat([x, x])):
+        torch.testing.assert_close(fused(each), model(each).detach())
+    with pytest.raises(cg.CannotImport, match="num_batches_tracked"):
+        cg.fuse(trained.module(), x)
+    with pytest.raises(cg.PolicyError, match=r"is a ExportedProgram; .* the program's module\(\)"):
+        cg.fuse(program, x)  # type: ignore[arg-type]
