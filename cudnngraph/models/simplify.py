@@ -48,8 +48,8 @@ def _is_pure(node: Node) -> bool:
 
 def _computation(node: Node) -> Hashable:
     """What a node computes, of what; a reshape by its result, whatever it is called."""
-    made = node.meta.get("val")
-    if meta.op_name(node) in meta.RESHAPES and isinstance(made, torch.Tensor):
+    made = _value(node)
+    if meta.op_name(node) in meta.RESHAPES and made is not None:
         return "reshape", node.args[0], tuple(made.shape), made.dtype
     return node.target, _key(node.args), _key(node.kwargs)
 
@@ -74,9 +74,8 @@ def _unchanged(node: Node) -> Node | None:
     if name not in _NEUTRAL or len(node.args) != 2 or node.kwargs:
         return None
     x, number = node.args
-    before = x.meta.get("val") if isinstance(x, Node) else None
-    after = node.meta.get("val")
-    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+    before, after = _value(x), _value(node)
+    if before is None or after is None:
         return None
     if type(number) not in (int, float) or number != _NEUTRAL[name]:
         return None
@@ -85,11 +84,21 @@ def _unchanged(node: Node) -> Node | None:
     return x if before.shape == after.shape else None  # type: ignore[return-value]
 
 
+def _value(node: Any) -> torch.Tensor | None:
+    """The tensor that a node gives; None if its sizes follow from numbers in tensors, which torch
+    does not compare."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    sizes = (*value.shape, *value.stride())
+    return value if all(isinstance(size, int) for size in sizes) else None
+
+
 def _seen_whole(node: Node) -> Node | None:
     """What a view shows in its own form."""
-    source, made = node.args[0], node.meta.get("val")
-    seen = source.meta.get("val") if isinstance(source, Node) else None
-    if not isinstance(seen, torch.Tensor) or not isinstance(made, torch.Tensor):
+    source, made = node.args[0], _value(node)
+    seen = _value(source)
+    if seen is None or made is None:
         return None
     alike = (seen.shape, seen.stride(), seen.dtype) == (made.shape, made.stride(), made.dtype)
     return source if alike else None  # type: ignore[return-value]
@@ -97,9 +106,9 @@ def _seen_whole(node: Node) -> Node | None:
 
 def _copied(node: Node) -> Node | None:
     """What is written over all of a tensor of its own form."""
-    source, made = node.args[1], node.meta.get("val")
-    seen = source.meta.get("val") if isinstance(source, Node) else None
-    if not isinstance(seen, torch.Tensor) or not isinstance(made, torch.Tensor):
+    source, made = node.args[1], _value(node)
+    seen = _value(source)
+    if seen is None or made is None:
         return None
     alike = (seen.shape, seen.dtype, seen.device) == (made.shape, made.dtype, made.device)
     return source if alike and len(node.args) == 2 else None  # type: ignore[return-value]

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from cudnngraph.errors import CannotImport
 from cudnngraph.models.convert import import_model
 
 
@@ -68,3 +69,17 @@ class Views(nn.Module):
 
 def test_a_view_of_all_of_a_tensor_is_the_tensor() -> None:
     assert ops(Views(), torch.randn(3, 3)) == ["permute", "add"]
+
+
+class Chooses(nn.Module):
+    """Views of what has as many rows and columns as numbers in a tensor say."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = (x.sum(dim) > 0 for dim in (1, 0))
+        return x[rows][:, columns].permute(1, 0).exp()
+
+
+def test_sizes_that_follow_from_numbers_are_not_compared() -> None:
+    """torch refuses to compare them, by an error of its own."""
+    with pytest.raises(CannotImport, match="shape of its result depends on the numbers"):
+        import_model(Chooses(), (torch.ones(3, 4),))
