@@ -5,7 +5,6 @@ There is one graph of ours for each form of the inputs; torch's own runs what ca
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
 import threading
@@ -26,6 +25,7 @@ from . import again, cut, effects, report, saved, whole, written
 from .bound import MAX_SHAPES, Direct
 from .convert import convert
 from .draws import Draw, take_out
+from .garbage import new_collected
 from .replay import Replayed
 from .report import Report
 from .retrace import retraced
@@ -304,8 +304,8 @@ class _Compiled:
             if found is False:
                 found = None
                 if len(self._forms) < self._max_shapes:
-                    found = self._made(args)
-                    gc.collect()  # what was built may hold these tensors in cycles
+                    with new_collected():  # what was built may hold these tensors in cycles
+                        found = self._made(args)
                 else:
                     _log.warning("over %d shapes: this one runs by torch", self._max_shapes)
                     self._left_to_torch(args, f"over {self._max_shapes} shapes")

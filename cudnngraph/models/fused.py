@@ -8,7 +8,6 @@ graph of it all may be replayed.
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 from collections import OrderedDict
@@ -41,6 +40,7 @@ from .calls import Call, flat, in_order, parameters
 from .check import Ahead, Errors, Wanted, copied
 from .export import asks, is_recording
 from .form import Form, Options, difference, make
+from .garbage import old_left_alone
 from .numbers import Numbers, warn_of
 from .report import Report
 from .stand_in import Parts, StandIn, check_mode, first_floating_dtype
@@ -367,7 +367,7 @@ class Fused(StandIn):
         """A form with the numbers at the places ``inputs`` as inputs of its graph."""
         _check_model(self.unfused)
         try:
-            with _old_left_alone:
+            with old_left_alone():
                 form = make(self.unfused, call, inputs, self._options, ahead)
         except CannotImport as error:
             mend = self._mend(call)
@@ -404,33 +404,6 @@ class Fused(StandIn):
         """For torch's printed form of a module."""
         forms = f"{self._name}, {len(self)} of {self._max_shapes} forms"
         return forms + (", captured" * self._options.capture)
-
-
-class _OldLeftAlone:
-    """While any thread is in it, collections of garbage leave old objects out: a model that is
-    traced has many new ones, by which they come often, and a third of the time would be theirs."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entered = 0
-        self._before = (0, 0, 0)
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._entered:
-                self._before = gc.get_threshold()
-                gc.set_threshold(*self._before[:2], _NEVER)
-            self._entered += 1
-
-    def __exit__(self, *raised: object) -> None:
-        with self._lock:
-            self._entered -= 1
-            if not self._entered:
-                gc.set_threshold(*self._before)
-
-
-_NEVER = (1 << 31) - 1  # so many collections of younger objects do not come before one of all
-_old_left_alone = _OldLeftAlone()
 
 
 def _check_model(model: Any) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.models import bound as bindings
-from cudnngraph.models import fused
+from cudnngraph.models import garbage
 from tests.fused import compiled, net
 from tests.models import DiffusionUNet, Of, image
 
@@ -319,10 +319,10 @@ def test_old_objects_are_collected_as_before_once_a_model_is_traced(
 
     net, x, count = Net().eval(), torch.zeros(2), gc.get_freeze_count()
     before = gc.get_threshold()
-    with fused._old_left_alone:
+    with garbage.old_left_alone():
         cg.fuse(net, (x,), check=False)
         inside = gc.get_threshold()
-    assert inside[2] in (fused._NEVER, 0), "Python 3.14 has none for them"
+    assert inside[2] in (garbage.NEVER, 0), "Python 3.14 has none for them"
     assert THRESHOLDS and set(THRESHOLDS) == {inside}
     assert gc.get_threshold() == before
     cg.fuse(net, (x,), check=False)
