@@ -121,7 +121,7 @@ class Fused(StandIn):
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def called(self, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own; results have no gradient."""
         if is_recording():  # as a part of another model
             return self.unfused(*args, **kwargs)

@@ -32,7 +32,7 @@ class _Forward:
         self.__self__ = of  # as of a method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__self__.called(*args, **kwargs)
+        return self.__self__._called(*args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -42,14 +42,14 @@ class _Forward:
         return getattr, (self.__self__, "forward")
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__self__.called, name)  # __code__, which torch.export reads
+        return getattr(self.__self__._called, name)  # __code__, which torch.export reads
 
 
 class _Forwards:
     """Gives each stand-in its ``forward``; one that is set on it comes first, as of any module."""
 
     def __get__(self, of: StandIn | None, kind: type[StandIn]) -> Any:
-        return kind.called if of is None else _Forward(of)
+        return kind._called if of is None else _Forward(of)
 
 
 class StandIn(nn.Module):
@@ -74,7 +74,7 @@ class StandIn(nn.Module):
 
     forward = _Forwards()
 
-    def called(self, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         """Return what ``unfused`` returns for these arguments."""
         raise NotImplementedError
 

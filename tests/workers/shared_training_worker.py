@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import cudnngraph as cg
-from cudnngraph.models import bound
+from cudnngraph.models import bound, report
 from tests import numerics
 
 STEPS = 3
@@ -152,6 +152,7 @@ WAYS: dict[str, tuple[Callable[[nn.Module, Log], Any], int]] = {
 def train(way: str) -> dict[str, Any]:
     """Train in a way."""
     torch._dynamo.reset()
+    report._COMPILED.clear()  # the graphs of the way before, which are collected some time
     torch.manual_seed(0)
     model, log = Net(unused="unused" in way), list[str]()
     start = copy.deepcopy(model)

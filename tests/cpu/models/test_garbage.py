@@ -14,7 +14,7 @@ import torch
 
 from cudnngraph.models import dynamo, garbage
 
-pytestmark = pytest.mark.skipif(sys.version_info >= (3, 14), reason="it has no three generations")
+three_generations = pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python has two")
 
 
 class Cycle:
@@ -46,7 +46,17 @@ def many_objects() -> None:
     del kept
 
 
-def test_what_is_made_within_is_collected_at_the_end_and_nothing_old() -> None:
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in seconds; no collection of all is due."""
+    time = [100.0]
+    monkeypatch.setattr(garbage, "perf_counter", lambda: time[0])
+    monkeypatch.setattr(garbage._whole, "_next_s", 200.0)
+    return time
+
+
+@three_generations
+def test_what_is_made_within_is_collected_at_the_end_and_nothing_old(now: list[float]) -> None:
     old = Cycle()
     gc.collect()
     there = weakref.ref(old)
@@ -67,7 +77,24 @@ def test_what_is_made_within_is_collected_at_the_end_and_nothing_old() -> None:
     assert there() is None
 
 
-def test_new_graphs_of_torch_compile_walk_no_old_objects() -> None:
+def test_collections_of_all_take_a_small_part_of_the_time(
+    now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[int] = []
+
+    def collect(generation: int = 2) -> None:
+        done.append(generation)
+        now[0] += 0.5 if generation == 2 else 0.0
+
+    monkeypatch.setattr(gc, "collect", collect)
+    for now[0] in (199.0, 200.0, 201.0, 210.0, 210.6):
+        with garbage.new_collected():
+            pass
+    assert done == [1, 2, 1, 1, 2]
+
+
+@three_generations
+def test_new_graphs_of_torch_compile_walk_no_old_objects(now: list[float]) -> None:
     """That took a third of a second for each graph, in a process of a few libraries."""
     torch._dynamo.reset()
     x, run = torch.randn(3, 4), torch.compile(lambda x: x.exp() + 1, backend=dynamo.backend)
