@@ -68,6 +68,9 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: How much farther from float64 than torch at the same dtype an output may be.
 TORCH_FACTOR = 1.5
 
+#: The same of random calls, by formulas that round elsewhere than torch's own.
+RANDOM_FACTOR = 3.0
+
 #: Relative error of one rounding to nearest.
 ROUNDOFF: Mapping[torch.dtype, float] = MappingProxyType(
     {

@@ -172,7 +172,11 @@ def summed_norm_act(
     """act(norm(x + residual)), and the sum where there is one."""
     total = x if residual is None else g.add(x, residual)
     groups = (num_groups,) if kind == "group_norm" else ()
-    y = getattr(g, kind)(total, *groups, weight, bias, eps=eps)
+    if kind == "instance_norm" and (weight is None) != (bias is None):  # the op takes both
+        y = g.instance_norm(total, eps=eps)
+        y = g.bias(y, bias) if weight is None else g.scale(y, weight)  # type: ignore[arg-type]
+    else:
+        y = getattr(g, kind)(total, *groups, weight, bias, eps=eps)
     y = g.activation(y, activation, **dict(attrs))
     return y if residual is None else (y, total)
 

@@ -93,7 +93,14 @@ class LinearMethods(ShapeMethods, PointwiseMethods):
             self.problems.append(Problem("linear", what, "(N, K)"))
             return self._unknown(x, weight, bias)
         y = self.matmul(x, self.transpose(weight, 0, 1))
-        return y if bias is None else self.add(y, bias)
+        if bias is None:
+            return y
+        z = self.add(y, bias)
+        if y.spec is not None and z.spec is not None and z.spec.shape != y.spec.shape:
+            what = f"bias '{bias.name.lstrip('%')}' has shape {bias.shape}"
+            self.problems.append(Problem("linear", what, f"(N,) = {y.spec.shape[-1:]}"))
+            return self._unknown(x, weight, bias)
+        return z
 
     def swiglu(self, x: Value, w_gate: Value, w_up: Value) -> Value:
         """silu(x w_gate) * (x w_up): x (..., K), both weights (K, N) → (..., N)."""
