@@ -146,15 +146,23 @@ def off(
     yards: Sequence[torch.Tensor],
     dtype: torch.dtype,
     terms: int,
+    size: float = 0.0,
 ) -> str:
     """How a result is farther from float64 than its dtype allows, and than torch that rounds is by
-    ``RANDOM_FACTOR``, or where torch has no digits, by ``NO_DIGITS_FACTOR``; "" for no farther."""
+    ``RANDOM_FACTOR``, or where torch has no digits, by ``NO_DIGITS_FACTOR``; "" for no farther.
+
+    ``size`` is that of what cancels where the exact result is 0.
+    """
     if ours.shape != exact.shape:
         return f"shape {tuple(ours.shape)}, torch's is {tuple(exact.shape)}"
     if not ours.is_floating_point():
         return "" if torch.equal(ours, exact.to(ours.dtype)) else "is another"
     error = numerics.relative_error(ours, exact)
-    if error <= numerics.bound(dtype, None if ours.dtype == dtype else ours.dtype, terms=terms):
+    allowed = numerics.bound(dtype, None if ours.dtype == dtype else ours.dtype, terms=terms)
+    allowed *= numerics.RANDOM_FACTOR if dtype == F64 else 1.0
+    if error <= allowed:
+        return ""
+    if size and not exact.any() and float(ours.double().norm()) <= allowed * size:
         return ""
     theirs = max((numerics.relative_error(each, exact) for each in yards), default=0.0)
     if error <= numerics.RANDOM_FACTOR * theirs:
