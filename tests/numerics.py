@@ -69,7 +69,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 TORCH_FACTOR = 1.5
 
 #: The same of random calls, by formulas that round elsewhere than torch's own.
-RANDOM_FACTOR = 3.0
+RANDOM_FACTOR = 5.0
 
 #: Relative error of one rounding to nearest.
 ROUNDOFF: Mapping[torch.dtype, float] = MappingProxyType(
