@@ -228,7 +228,7 @@ def case(seed: int) -> Case:
 
 
 def off(c: Case, name: str, ours: torch.Tensor, right: torch.Tensor) -> str:
-    """How a value is farther from float64 than the policy of the tests allows, "" for no farther."""
+    """How a value is farther from float64 than the tests allow, "" for no farther."""
     of = c.made[name]
     data = {c.dtypes[each] for each in of.operands}
     dtype = next((each for each in (E4, E5) if each in data), F32)
