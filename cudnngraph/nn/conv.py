@@ -57,7 +57,7 @@ ACTIVATION_OF: Mapping[type[nn.Module], Callable[[Any], tuple[str, Attrs]]] = {
     nn.Tanh: lambda m: ("tanh", {}),
     nn.Softplus: lambda m: ("softplus", {"beta": m.beta}),
     nn.Mish: lambda m: ("mish", {}),
-    nn.Hardtanh: lambda m: ("clamp", _bounds(m)),
+    nn.Hardtanh: lambda m: ("clamp", bounds) if (bounds := _bounds(m)) else ("identity", {}),
     nn.ReLU6: lambda m: ("relu6", {}),
     nn.Hardswish: lambda m: ("hardswish", {}),
     nn.Identity: lambda m: ("identity", {}),
@@ -261,14 +261,12 @@ def run_block(
         static = recent.static_of(act_options, geometry, kind, attrs)
         return run_conv_act(static, x, weight, bias, residual, policy, recent=recent)
     mean, var = _held(bn, "running_mean"), _held(bn, "running_var")
-    tracks, momentum = bn.training and bn.track_running_stats, bn.momentum
+    tracks, momentum, count = bn.training and bn.track_running_stats, bn.momentum, None
     if tracks:
         check_in_place(type(owner).__name__)
         count = _held(bn, "num_batches_tracked")
-        if count is not None:
-            count.add_(1)
-            if momentum is None:  # a cumulative average; stays on the device
-                momentum = count.to(mean.dtype).reciprocal()
+        if count is not None and momentum is None:  # a cumulative average; stays on the device
+            momentum = (count + 1).to(mean.dtype).reciprocal()
     by_batch = bn.training or (mean is None and var is None)
     kept = tracks or not bn.training
     running = (mean, var) if kept else (None, None)
@@ -276,12 +274,16 @@ def run_block(
     tensors = (x, weight, bias, *running, *affine, residual)
     momentum = 0.0 if momentum is None else momentum
     if bn.training and isinstance(bn, nn.SyncBatchNorm) and sync.several_ranks(bn.process_group):
-        return sync.run_synchronised(
+        y = sync.run_synchronised(
             geometry, kind, attrs, tensors, momentum, bn.eps, bn.process_group, policy
         )
-    fixed = fixed_momentum(momentum, mean) if tracks else None
-    static = recent.static_of(norm_options, geometry, kind, attrs, by_batch, bn.eps, fixed)
-    return run_conv_norm_act(static, tensors, momentum, policy, recent=recent)
+    else:
+        fixed = fixed_momentum(momentum, mean) if tracks else None
+        static = recent.static_of(norm_options, geometry, kind, attrs, by_batch, bn.eps, fixed)
+        y = run_conv_norm_act(static, tensors, momentum, policy, recent=recent)
+    if count is not None:  # not of a call that was refused
+        count.add_(1)
+    return y
 
 
 def _named(act: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]]:

@@ -132,12 +132,13 @@ class FusedDepthwiseSeparable(nn.Module):
         By the batch's statistics or the running ones, as torch's batch norm decides. With
         ``norm="sync"`` and several ranks, or hooks, the two blocks run one behind the other.
         """
+        y: torch.Tensor
         if self._calls_blocks():
-            y: torch.Tensor = self.depthwise(x)
+            y = self.depthwise(x)
             y = self.pointwise(y) if residual is None else self.pointwise(y, residual)
             return y
         stages = [_stage(self.depthwise), _stage(self.pointwise)]
-        return run_separable(
+        y = run_separable(
             intern_static(stages_options, *(options for options, _, _ in stages)),
             x,
             residual,
@@ -145,6 +146,12 @@ class FusedDepthwiseSeparable(nn.Module):
             [update for _, _, update in stages if update is not None],
             self.policy,
         )
+        for block in (self.depthwise, self.pointwise):  # not of a call that was refused
+            bn = block.norm
+            tracks = bn is not None and bn.training and bn.track_running_stats
+            if tracks and (count := _held(bn, "num_batches_tracked")) is not None:
+                count.add_(1)
+        return y
 
 
 def _is_synchronised(bn: Any) -> bool:
@@ -169,10 +176,9 @@ def _stage(
     tracks, momentum = bn.training and bn.track_running_stats, bn.momentum
     if tracks:
         check_in_place(type(block).__name__)
-    if tracks and (count := _held(bn, "num_batches_tracked")) is not None:
-        count.add_(1)
-        if momentum is None:  # a cumulative average; stays on the device
-            momentum = count.to(mean.dtype).reciprocal()
+    count = _held(bn, "num_batches_tracked")
+    if tracks and count is not None and momentum is None:  # a cumulative average; on the device
+        momentum = (count + 1).to(mean.dtype).reciprocal()
     by_batch = bn.training or (mean is None and var is None)
     if bn.training and not tracks:
         mean = var = None
