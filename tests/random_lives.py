@@ -27,7 +27,7 @@ from tests.random_tensors import BF16, F32, F64, Maker
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 EXACT = 1e-9
-LOOSE = {F32: 1e-3, BF16: 0.25}  # of sums that cancel; what is meant are other numbers
+LOOSE = {F32: 5e-3, BF16: 0.25}  # of sums that cancel; what is meant are other numbers
 
 
 class Twin(nn.Module):

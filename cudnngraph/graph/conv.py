@@ -125,13 +125,16 @@ class ConvMethods(LinearMethods, NormMethods):
 
         The residual comes before the bias: cuDNN has precompiled engines for that order. With both
         factors the bias comes first, since the engines for that pattern crash (see known_bad.py);
-        so it does where the residual is of a dtype of its own, which would become the sum's.
+        so it does where the residual is of a dtype of its own, which would become the sum's, or of
+        more dims, among which the channels would be another's.
         """
         if alpha1 != 1:
             y = self.mul(y, alpha1)
         scaled = residual if residual is None or alpha2 == 1 else self.mul(residual, alpha2)
         terms = [(self.add, scaled), (self.bias, bias)]
-        if (alpha1 != 1 and alpha2 != 1) or not _of_one_dtype(bias, residual):
+        ranks = [len(v.spec.shape) for v in (y, residual) if v is not None and v.spec]
+        wider = ranks != sorted(ranks, reverse=True)
+        if (alpha1 != 1 and alpha2 != 1) or wider or not _of_one_dtype(bias, residual):
             terms.reverse()
         for add, term in terms:
             y = y if term is None else add(y, term)

@@ -171,3 +171,11 @@ def test_the_bias_of_a_product_does_not_widen_it(bias: tuple[int, ...]) -> None:
     numerics.check(
         functional.linear(x, weight, torch.ones(1)), torch.full((3, 1), 9.0, dtype=F64), F32
     )
+
+
+def test_a_bias_is_of_the_channels_beside_a_residual_of_more_dims() -> None:
+    m = Maker(0)
+    x, w, b = (m.tensor(shape, F64) for shape in ((4, 4, 5, 5), (4, 4, 3, 3), (4,)))
+    residual = m.tensor((2, 4, 4, 3, 3), F64)
+    found = functional.conv_bias_act(x, w, b, residual=residual)
+    numerics.check(found, torch.relu(F.conv2d(x, w, b) + residual), F64)
