@@ -163,6 +163,8 @@ class Analyzer:
                 _shorten(chain)
             taken.update(chain.nodes)
             chains.append(chain)
+        for chain in chains if training else ():
+            _leave_shared_norm(module, chain, graph, taken)
         for i, chain in enumerate(reversed(chains)):
             _put_site(graph, chain, Site(f"site_{i}", chain.steps, self.policy))
         attentions = 0
@@ -450,6 +452,19 @@ def _extends(stage: str, kind: str) -> bool:
     if kind == ADD:
         return stage in (CONV, NORM)
     return kind == NORM and stage == CONV
+
+
+def _leave_shared_norm(root: nn.Module, chain: Chain, graph: fx.Graph, taken: set[fx.Node]) -> None:
+    """End a chain before a norm that torch calls too: what a site writes to its statistics, the
+    gradient of torch's call takes for a change of its operands."""
+    at = next((i for i, step in enumerate(chain.steps) if step.kind == NORM), None)
+    if at is None:
+        return
+    norm = called(root, chain.nodes[at])
+    if any(called(root, node) is norm for node in graph.nodes if node not in taken):
+        while len(chain.steps) > at:
+            taken.discard(chain.nodes[-1])
+            _shorten(chain)
 
 
 def _shorten(chain: Chain) -> None:
