@@ -134,6 +134,7 @@ class Call:
         self.width = rng.choice(("80", "0", "1", "20", "-5", "x", "100000"))
         self.output = rng.choice(("plain", "plain", "ascii", "latin-1", "utf-16", "pipe", "full"))
         self.output = self.output if rng.random() < 0.6 else "plain"
+        self.errors = rng.choice(("strict", "surrogateescape", "surrogatepass"))
         self.nothing = rng.random() < 0.03  # no output at all, as of a daemon
 
     def __str__(self) -> str:
@@ -286,7 +287,7 @@ class Call:
                 yield full
         else:
             encoding = "utf-8" if self.output == "plain" else self.output
-            text = io.TextIOWrapper(held, encoding, errors="strict", write_through=True)
+            text = io.TextIOWrapper(held, encoding, errors=self.errors, write_through=True)
             yield text
             text.detach()
 

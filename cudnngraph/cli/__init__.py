@@ -32,6 +32,9 @@ class Command(Protocol):
 COMMANDS: tuple[Command, ...] = (doctor, check, explain, tune, plan_dump, plans, bench, zoo)
 
 
+_SURROGATES = ("surrogateescape", "surrogatepass")  # ways of encoding that fail for the rest
+
+
 class _Parser(argparse.ArgumentParser):
     """Shows the whole help when a call is wrong, not only the usage line."""
 
@@ -118,7 +121,8 @@ def _ready_output() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    # "surrogateescape" is of the C locale.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", *_SURROGATES):
         sys.stdout.reconfigure(errors="replace")
 
 
