@@ -14,7 +14,7 @@ import torch
 from cudnngraph.executor import torch_steps
 from tests import numerics
 from tests.random_attention import Case, case
-from tests.random_tensors import F64, Roundings, off
+from tests.random_tensors import F64, Maker, Roundings, off
 from tests.steps import inputs_of, outputs_of
 
 FIRST = int(os.environ.get("RANDOM_FIRST", "0"))
@@ -128,3 +128,32 @@ def test_random_attention_is_right_forward_and_backward(first: int) -> None:
     told = {seed: one(seed) for seed in range(first, min(first + PART, FIRST + COUNT))}
     wrong = [f"seed {seed}: {what}" for seed, what in told.items() if what]
     assert not wrong, "\n".join(wrong)
+
+
+def seeded(seed: int) -> str:
+    """What is wrong with dropout by a seed: its mask, found by values that show the weights, has to
+    be the forward's and the backward's."""
+    of, m = case(seed), Maker(seed)
+    if of.kind != "dense" or "dropout_mask" not in of.tensors or of.dtype != F64:
+        return "-"
+    del of.tensors["dropout_mask"]
+    numbers = (torch.randint(2**40, (1,), generator=m.numbers) for _ in range(2))
+    of.tensors["dropout_seed"], of.tensors["dropout_offset"] = numbers
+    shown = case(seed)
+    keys, heads = of.sizes["keys"], of.tensors["v"].shape[1]
+    eye = torch.eye(keys, dtype=F64).expand(len(of.rows), heads, keys, keys)
+    shown.tensors = {**of.tensors, "v": eye}
+    shown.options = {**of.options, "return_lse": False}
+    kept = shown.graph().compile("cpu")(**shown.tensors) > 0
+    by_mask = case(seed)
+    by_mask.tensors["dropout_mask"] = kept
+    found, again, right = by_us(of, seed), by_us(of, seed), by_us(by_mask, seed)
+    if any(not torch.equal(found[name], again[name]) for name in found):
+        return f"{of}\n  drops others the second time"
+    return compared(of, found, right, [])
+
+
+def test_random_seeds_drop_the_same_forward_and_backward() -> None:
+    told = {seed: seeded(seed) for seed in range(FIRST, FIRST + 3 * COUNT)}
+    assert {seed: what for seed, what in told.items() if what not in ("", "-")} == {}
+    assert COUNT < PART or "" in told.values()
