@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import marshal
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 EXECUTABLES_KEPT = 1024
 STATICS_KEPT = 1024
+_WITHOUT_REFERENCES = 2  # marshal's version, whose bytes are the same for equal options
 
 Build = Callable[..., "Value | tuple[Value, ...] | None"]
 
@@ -58,8 +60,16 @@ def _plain(option: Any) -> Any:
 
 
 @lru_cache(STATICS_KEPT, typed=True)
-def _static(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
+def _static(make: Callable[..., dict[str, Any]], written: bytes, *options: Any) -> Static:
+    """``written`` are the options too: within a tuple True equals 1, and -0.0 equals 0.0."""
     return Static(make(*options))
+
+
+def _written(options: tuple[Any, ...]) -> bytes:
+    try:
+        return marshal.dumps(options, _WITHOUT_REFERENCES)
+    except ValueError:  # there is a dtype in it
+        return repr(options).encode()
 
 
 def intern_static(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
@@ -67,9 +77,10 @@ def intern_static(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
     if torch.compiler.is_compiling():
         return Static(make(*[_fixed(option) for option in options]))
     try:
-        return _static(make, *options)
+        return _static(make, marshal.dumps(options, _WITHOUT_REFERENCES), *options)
     except Exception:  # there is a list in it, or what cannot be part of a key
-        return _static(make, *[_fixed(_plain(option)) for option in options])
+        fixed = tuple(_fixed(_plain(option)) for option in options)
+        return _static(make, _written(fixed), *fixed)
 
 
 class LastCall:

@@ -179,3 +179,13 @@ def test_a_bias_is_of_the_channels_beside_a_residual_of_more_dims() -> None:
     residual = m.tensor((2, 4, 4, 3, 3), F64)
     found = functional.conv_bias_act(x, w, b, residual=residual)
     numerics.check(found, torch.relu(F.conv2d(x, w, b) + residual), F64)
+
+
+@pytest.mark.parametrize("wrong", [True, 1.0])
+def test_a_wrong_option_spoils_no_later_call_of_an_equal_one(wrong: Any) -> None:
+    """True is equal to 1, and so were the options that are made once."""
+    m = Maker(0)
+    x, w = m.tensor((2, 4, 7, 7), F64), m.tensor((5, 4, 3, 3), F64)
+    with pytest.raises(cg.GraphError, match="stride="):
+        functional.conv2d(x, w, stride=wrong, dilation=2)
+    numerics.check(functional.conv2d(x, w, stride=1, dilation=2), F.conv2d(x, w, dilation=2), F64)
