@@ -29,7 +29,7 @@ from .nodes import (
     opaque,
     result,
 )
-from .sites import ACT, ADD, CONV, NORM, THROUGH, THROUGHS, Attend, Site, Step
+from .sites import ACT, ADD, CONV, NORM, THROUGH, THROUGHS, Attend, Site, Step, put_site
 from .tracing import IN_PLACE, LIST, TENSOR, Traced, Untraceable, choices, submodule, trace
 
 _SDPA: Any = F.scaled_dot_product_attention
@@ -166,7 +166,7 @@ class Analyzer:
         for chain in chains if training else ():
             _leave_shared_norm(module, chain, graph, taken)
         for i, chain in enumerate(reversed(chains)):
-            _put_site(graph, chain, Site(f"site_{i}", chain.steps, self.policy))
+            put_site(graph, chain.nodes, Site(f"site_{i}", chain.steps, self.policy))
         attentions = 0
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target is _SDPA:
@@ -491,22 +491,3 @@ def _why_left(root: nn.Module, chain: Chain) -> str:
     if not isinstance(norm, (NORMS[wanted - 1], nn.SyncBatchNorm)):
         return f"{type(norm).__name__} is not {NORMS[wanted - 1].__name__}"
     return why_not(conv, None, None)
-
-
-def _put_site(graph: fx.Graph, chain: Chain, site: Site) -> None:
-    """Have one call stand where a chain's last stood."""
-    last = chain.nodes[-1]
-    (x,) = chain.nodes[0].all_input_nodes
-    residual = None  # looked up now, for it may be a site's result by now
-    for before, node, step in zip(chain.nodes, chain.nodes[1:], chain.steps[1:], strict=False):
-        if step.kind == ADD:
-            (residual,) = [each for each in node.all_input_nodes if each is not before]
-    with graph.inserting_before(last):
-        modules = [
-            graph.create_node("get_attr", str(node.target)) if node.op == "call_module" else None
-            for node in chain.nodes
-        ]
-        made = graph.call_function(site, (x, residual, *modules))
-    last.replace_all_uses_with(made)
-    for node in reversed(chain.nodes):
-        graph.erase_node(node)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from .. import functional
 from ..models.export import is_exporting
@@ -222,3 +222,22 @@ def _attends(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, enable_gqa: boo
     if is_causal or type(mask) not in _PLAIN_TENSORS or mask.dim() not in (2, 3, 4):
         return False
     return mask.dtype in (torch.bool, q.dtype) and 0 not in mask.shape
+
+
+def put_site(graph: fx.Graph, nodes: Sequence[fx.Node], site: Site) -> None:
+    """Have one call stand where the last of a site's steps stood."""
+    last = nodes[-1]
+    (x,) = nodes[0].all_input_nodes
+    residual = None  # looked up now, for it may be a site's result by now
+    for before, node, step in zip(nodes, nodes[1:], site.steps[1:], strict=False):
+        if step.kind == ADD:
+            (residual,) = [each for each in node.all_input_nodes if each is not before]
+    with graph.inserting_before(last):
+        modules = [
+            graph.create_node("get_attr", str(node.target)) if node.op == "call_module" else None
+            for node in nodes
+        ]
+        made = graph.call_function(site, (x, residual, *modules))
+    last.replace_all_uses_with(made)
+    for node in reversed(nodes):
+        graph.erase_node(node)
