@@ -397,7 +397,7 @@ class Life:
                 continue
             coarse = BF16 if way == "autocast" else self.dtype
             allowed = EXACT if coarse == F64 else LOOSE[coarse]
-            apart = float((mine.double() - value.double()).norm())
+            apart = float((mine.double() - value.double()).norm().detach())
             if not apart <= allowed * (1.0 + float(value.double().norm())) and value.numel():
                 return f"{name} is off by {apart:.3g}"
         return ""

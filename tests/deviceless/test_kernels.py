@@ -198,9 +198,8 @@ def test_what_moves_elements_as_torch_does_compiles_and_spills_nothing(name: str
 def test_single_elements_as_torch_computes_them_compile() -> None:
     specs = [test_torch_ops.cast(*each) for each in test_torch_ops.CASTS]
     specs += test_torch_ops.compared("eq", torch.int64)
-    for name in ("sin", "cos"):
-        one = ((64, 64), torch.float16, None)
-        specs.append(test_torch_ops.graph(f"aten.{name}.default", (("tensor", 0),), one))
+    specs += [test_torch_ops.function(op, torch.float16) for op in test_torch_ops.FUNCTIONS]
+    specs += [test_torch_ops.pair(op) for op in test_torch_ops.PAIRS]
     for spec in specs:
         text = patterns.source(spec, patterns.by_rule(spec, PROCESSORS)).text
         assert resources(compiler.cubin(text, 90)).local_bytes <= SLOW_PATH, spec

@@ -1,4 +1,4 @@
-"""Torch's own ops in kernels: what moves elements, casts, comparisons of whole numbers, sin, cos.
+"""Torch's own ops in kernels: what moves elements, casts, comparisons of whole numbers, functions.
 
 An element is picked at a place that is computed. A place that an index names is checked: one
 outside of the tensor reads nothing, and gives NaN, or 0 of whole numbers, where torch's kernels
@@ -262,6 +262,39 @@ def _function(name: str) -> TorchRule:
     return lambda given, result: mapped(lambda a: f"{name}((float){a})", given["self"])
 
 
+def _of_floats(code: Callable[..., str], *names: str, made: str = "float") -> TorchRule:
+    """An op of floats by C++ for its operands, which may be numbers."""
+
+    def rule(given: Given, result: TensorSpec) -> Value:
+        operands = [_operand(given[name], "float") for name in names]
+        return mapped(code, *operands, type=made)
+
+    return rule
+
+
+def _between(a: str, b: str, t: str) -> str:
+    """lerp, from the nearer end, as torch has it."""
+    near = f"{a} + {t} * ({b} - {a})"
+    return f"(fabsf({t}) < 0.5f ? {near} : {b} - ({b} - {a}) * (1.0f - {t}))"
+
+
+def _remainder(a: str, b: str) -> str:
+    """What is left of a division that is rounded down: of the sign of the divisor."""
+    left = f"fmodf({a}, {b})"
+    return f"({left} != 0.0f && ({left} < 0.0f) != ({b} < 0.0f) ? {left} + {b} : {left})"
+
+
+def _scaled(sign: str) -> TorchRule:
+    """self + value * tensor1 (* or /) tensor2"""
+
+    def rule(given: Given, result: TensorSpec) -> Value:
+        by = number(float(given.get("value", 1)))
+        names = ("self", "tensor1", "tensor2")
+        return _of_floats(lambda x, a, b: f"({x} + {by} * ({a} {sign} {b}))", *names)(given, result)
+
+    return rule
+
+
 def _along(made: Callable[[Value, int], Value]) -> TorchRule:
     def rule(given: Given, result: TensorSpec) -> Value:
         x = given["self"]
@@ -340,6 +373,31 @@ def _not(given: Given, result: TensorSpec) -> Value:
     return mapped(lambda a: f"(!{a})", given["self"], type="bool")
 
 
+#: CUDA's functions of a float that are torch's.
+_FUNCTIONS = {
+    **{name: f"{name}f" for name in ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh")},
+    **{name: f"{name}f" for name in ("asinh", "acosh", "atanh", "expm1", "exp2", "log1p", "log2")},
+    **{name: f"{name}f" for name in ("log10", "erfc", "floor", "ceil", "trunc")},
+    "round": "rintf",  # halves to even numbers
+}
+_OF_ONE: Mapping[str, Callable[[str], str]] = {
+    "frac": lambda x: f"({x} - truncf({x}))",
+    "sign": lambda x: f"(float)((0.0f < {x}) - ({x} < 0.0f))",
+}
+_TESTS: Mapping[str, Callable[[str], str]] = {
+    "isnan": lambda x: f"({x} != {x})",
+    "isinf": lambda x: f"(fabsf({x}) > 0x1.fffffep127f)",
+    "isfinite": lambda x: f"(fabsf({x}) <= 0x1.fffffep127f)",
+}
+_OF_PAIRS: Mapping[str, Callable[[str, str], str]] = {
+    "atan2.default": lambda a, b: f"atan2f({a}, {b})",
+    "hypot.default": lambda a, b: f"hypotf({a}, {b})",
+    "copysign.Tensor": lambda a, b: f"copysignf({a}, {b})",
+    "fmod.Tensor": lambda a, b: f"fmodf({a}, {b})",
+    "fmod.Scalar": lambda a, b: f"fmodf({a}, {b})",
+    "remainder.Tensor": _remainder,
+    "remainder.Scalar": _remainder,
+}
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGICAL = {"logical_and": "&&", "logical_or": "||"}
 _BITWISE = {"bitwise_and": "&&", "bitwise_or": "||"}
@@ -357,8 +415,17 @@ RULES: Mapping[str, TorchRule] = {
     "aten._to_copy.default": _cast,
     "aten.clone.default": _same,
     "aten.alias.default": _same,
-    "aten.sin.default": _function("sinf"),
-    "aten.cos.default": _function("cosf"),
+    **{f"aten.{name}.default": _function(cudas) for name, cudas in _FUNCTIONS.items()},
+    **{f"aten.{name}.default": _of_floats(code, "self") for name, code in _OF_ONE.items()},
+    **{
+        f"aten.{name}.default": _of_floats(code, "self", made="bool")
+        for name, code in _TESTS.items()
+    },
+    **{f"aten.{name}": _of_floats(code, "self", "other") for name, code in _OF_PAIRS.items()},
+    "aten.lerp.Tensor": _of_floats(_between, "self", "end", "weight"),
+    "aten.lerp.Scalar": _of_floats(_between, "self", "end", "weight"),
+    "aten.addcmul.default": _scaled("*"),
+    "aten.addcdiv.default": _scaled("/"),
     "aten._softmax.default": _along(softmax_along),
     "aten._log_softmax.default": _along(log_softmax_along),
     "aten.floor_divide.default": _floor_divide,

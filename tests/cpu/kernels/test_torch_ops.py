@@ -123,6 +123,8 @@ def _together() -> None:
     specs = [graph(op, args, *inputs) for op, args, inputs in MOVES.values()]
     specs += [cast(*each) for each in CASTS]
     specs += [each for op in COMPARED for dtype in (I64, I32, F32) for each in compared(op, dtype)]
+    specs += [function(op, dtype) for op in FUNCTIONS for dtype in (F32, F16)]
+    specs += [pair(op) for op in PAIRS]
     for spec in specs:
         sources_of(spec)
 
@@ -208,16 +210,91 @@ def test_a_cast_to_16_bits_rounds_within_a_kernel() -> None:
         assert torch.equal(out, given.bfloat16().float() - given)
 
 
-@pytest.mark.parametrize("op", ["sin", "cos"])
+FUNCTIONS = (
+    *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh"),
+    *("expm1", "exp2", "log1p", "log2", "log10", "erfc", "floor", "ceil", "trunc", "round"),
+    *("frac", "sign"),
+)
+STRANGE = (math.inf, -math.inf, math.nan, 0.0, -0.0, 0.5, 1.5, 2.5, -0.5, -1.5, 1.0, -1.0)
+
+
+def function(op: str, dtype: torch.dtype) -> GraphSpec:
+    return graph(f"aten.{op}.default", (X,), ((8, 40), dtype, None))
+
+
+@pytest.mark.parametrize("op", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [F32, F16])
-def test_sine_and_cosine(op: str, dtype: torch.dtype) -> None:
-    spec = graph(f"aten.{op}.default", (X,), ((8, 40), dtype, None))
-    x = (torch.randn(8, 40) * 100).to(dtype)
-    (want,) = reference.run(spec, [x], torch.float64)
-    for out in run(spec, [x]):
-        numerics.check(out, want, dtype, getattr(torch, op)(x.float()).to(dtype))
-    strange = torch.full((8, 40), math.inf).to(dtype)
-    assert all(bool(out.isnan().all()) for out in run(spec, [strange]))
+def test_functions_of_a_float(op: str, dtype: torch.dtype) -> None:
+    spec = function(op, dtype)
+    for scale in (0.3, 3.0, 20.0):
+        x = (torch.randn(8, 40) * scale).to(dtype)
+        x[0, : len(STRANGE)] = torch.tensor(STRANGE)
+        (want,) = reference.run(spec, [x], torch.float64)
+        theirs = getattr(torch, op)(x.float()).to(dtype)
+        want[theirs.isinf()] = theirs.double()[theirs.isinf()]  # of 16 bits, beyond the largest
+        for out in run(spec, [x]):
+            numerics.check(out, want, dtype, theirs)
+
+
+PAIRS = ("atan2.default", "hypot.default", "copysign.Tensor", "fmod.Tensor", "remainder.Tensor")
+
+
+def pair(op: str) -> GraphSpec:
+    one: Given = ((len(STRANGE), 5, len(STRANGE)), F32, None)
+    return graph(f"aten.{op}", (X, Y), one, one)
+
+
+@pytest.mark.parametrize("op", PAIRS)
+def test_functions_of_two_floats(op: str) -> None:
+    spec = pair(op)
+    (shape,) = {spec.tensors[name].shape for name in spec.inputs}
+    x, y = torch.randn(shape) * 5, torch.randn(shape)
+    x[:, 0], y[:, 0] = torch.tensor(STRANGE)[:, None], torch.tensor(STRANGE)
+    (want,) = reference.run(spec, [x, y])
+    for out in run(spec, [x, y]):
+        torch.testing.assert_close(out, want, rtol=3e-7, atol=0, equal_nan=True)
+        assert torch.equal(out.signbit() & ~out.isnan(), want.signbit() & ~want.isnan())
+
+
+@pytest.mark.parametrize("op", ["fmod", "remainder"])
+@pytest.mark.parametrize("by", [2.5, -3])
+def test_what_a_division_by_a_number_leaves(op: str, by: float) -> None:
+    spec = graph(f"aten.{op}.Scalar", (X, by), ((49,), F32, None))
+    same(spec, [torch.randn(49) * 20])
+
+
+@pytest.mark.parametrize("op", ["isnan", "isinf", "isfinite"])
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_strange_numbers_are_found(op: str, dtype: torch.dtype) -> None:
+    spec = graph(f"aten.{op}.default", (X,), ((len(STRANGE) + 1,), dtype, None))
+    same(spec, [torch.tensor([*STRANGE, torch.finfo(dtype).max]).to(dtype)])
+
+
+def mixed(op: str) -> GraphSpec:
+    some_rows: list[Given] = [((6, 40), F32, None), ((6, 40), F32, None), ((40,), F32, None)]
+    if op == "lerp.Scalar":
+        return graph("aten.lerp.Scalar", (X, Y, 0.7), *some_rows[:2])
+    kwargs = () if "lerp" in op else (("value", -0.3),)
+    return graph(f"aten.{op}", (X, Y, Z), *some_rows, kwargs=kwargs)
+
+
+@pytest.mark.parametrize("op", ["lerp.Tensor", "lerp.Scalar", "addcmul.default", "addcdiv.default"])
+def test_mixtures_of_three(op: str) -> None:
+    spec = mixed(op)
+    given = [torch.randn(spec.tensors[name].shape) for name in spec.inputs]
+    given[1][0, 0], given[0][1, 1] = math.inf, math.nan
+    (want,), (theirs,) = reference.run(spec, given, torch.float64), reference.run(spec, given)
+    for out in run(spec, given):
+        numerics.check(out, want, F32, theirs)
+
+
+@pytest.mark.parametrize("op", ["floor", "isnan", "fmod"])
+def test_functions_of_whole_numbers_are_torchs(op: str) -> None:
+    args = (X, Y) if op == "fmod" else (X,)
+    inputs: list[Given] = [((4,), I64, None)] * len(args)
+    name = f"aten.{op}.{'Tensor' if op == 'fmod' else 'default'}"
+    with pytest.raises(Refused):
+        patterns.by_rule(graph(name, args, *inputs), 4)
 
 
 @pytest.mark.parametrize("op", ["softmax", "log_softmax"])
