@@ -69,16 +69,24 @@ def _hardswish(c: Importer, a: Arguments) -> Value:
 
 
 def _elu(c: Importer, a: Arguments) -> Value:
-    scale = float(a["scale"])
-    if a["input_scale"] != 1:
-        raise Skip
+    scale, inner = float(a["scale"]), float(a["input_scale"])
     dy, x = _operands(c, a)
-    if scale != 1 and not c.kernels and x.dtype in LOW_PRECISION:
+    if (scale, inner) != (1, 1) and not c.kernels and x.dtype in LOW_PRECISION:
         raise Skip  # which torch rounds once
     alpha = float(a["alpha"]) * scale
-    slope = c.g.add(x, alpha) if a["is_result"] else c.g.mul(c.g.exp(x), alpha)
+    slope = c.g.add(x, alpha) if a["is_result"] else c.g.mul(c.g.exp(_times(c, x, inner)), alpha)
+    slope = _times(c, slope, inner)
     above = dy if scale == 1 else c.g.mul(dy, scale)  # and of NaN
     return c.g.where(c.g.le(x, 0.0), c.g.mul(dy, slope), above)
+
+
+def _times(c: Importer, x: Value, number: float) -> Value:
+    return x if number == 1 else c.g.mul(x, number)
+
+
+def _log_sigmoid(c: Importer, a: Arguments) -> Value:
+    dy, x = _operands(c, a)
+    return c.g.mul(dy, c.g.sigmoid(c.g.neg(x)))
 
 
 def _softplus(c: Importer, a: Arguments) -> Value:
@@ -114,6 +122,7 @@ RULES: dict[str, Rule] = {
     "hardsigmoid_backward": _hardsigmoid,
     "hardswish_backward": _hardswish,
     "elu_backward": _elu,
+    "log_sigmoid_backward": _log_sigmoid,
     "softplus_backward": _softplus,
     "mish_backward": _mish,
     "native_dropout_backward": _dropout,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,7 @@ from ...graph.value import Value
 from ...ops.base import LOW_PRECISION
 from ...ops.pointwise import SOFTPLUS_THRESHOLD
 from ..norm_patterns import match_normalize
-from .base import Arguments, Rule, Skip, first
+from .base import Arguments, Rule, Skip, first, gives_many, reads
 from .norm import written_norm
 
 if TYPE_CHECKING:
@@ -142,10 +142,50 @@ def _threshold(c: Importer, a: Arguments) -> Value:
     return c.g.where(c.g.le(x, float(a["threshold"])), c.constant(number, "value"), x)
 
 
-def _celu(c: Importer, a: Arguments) -> Value:
-    if a["alpha"] != 1:
+def _rounded_once(c: Importer, *given: Any) -> list[Value]:
+    """Operands of an op of torch's that is several of ours, which one kernel is to run."""
+    values = [c.value(each) for each in given]
+    if not c.kernels and any(each.dtype in LOW_PRECISION for each in values):
         raise Skip
-    return c.g.elu(c.value(a["self"]), 1.0)
+    return values
+
+
+def _celu(c: Importer, a: Arguments) -> Value:
+    alpha = float(a["alpha"])
+    if alpha == 1:
+        return c.g.elu(c.value(a["self"]), 1.0)
+    (x,) = _rounded_once(c, a["self"])
+    below = c.g.mul(c.g.elu(c.g.mul(x, 1.0 / alpha), 1.0), alpha)
+    return c.g.where(c.g.gt(x, 0.0), x, below)
+
+
+def _log_sigmoid(c: Importer, a: Arguments) -> Any:
+    if gives_many(c.node) and reads(c.node, 1):
+        raise Skip  # what torch's own gradient on a CPU wants
+    y = c.g.neg(c.g.softplus(c.g.neg(c.value(a["self"]))))
+    return (y, None) if gives_many(c.node) else y
+
+
+def _hardshrink(c: Importer, a: Arguments) -> Value:
+    x, limit = c.value(a["self"]), float(a["lambd"])
+    small = c.g.logical_and(c.g.ge(x, -limit), c.g.le(x, limit))  # not NaN
+    return c.g.where(small, 0.0, x)
+
+
+def _log_add_exp(c: Importer, a: Arguments) -> Value:
+    """log(exp(x) + exp(y)), from the larger one; of equal infinities that one."""
+    x, y = _rounded_once(c, a["self"], a["other"])
+    far = c.g.neg(c.g.abs(c.g.sub(x, y)))
+    found = c.g.add(c.g.maximum(x, y), c.g.softplus(far))
+    alike = c.g.logical_and(c.g.eq(x, y), c.g.gt(c.g.abs(x), torch.finfo(x.dtype).max))
+    return c.g.where(alike, x, found)
+
+
+def _x_log_y(c: Importer, a: Arguments) -> Value:
+    """x log(y), which is 0 where x is, unless y is NaN."""
+    x, y = _rounded_once(c, a["self"], a["other"])
+    zero = c.g.logical_and(c.g.eq(x, 0.0), c.g.eq(y, y))
+    return c.g.where(zero, 0.0, c.g.mul(x, c.g.log(y)))
 
 
 def _softplus(c: Importer, a: Arguments) -> Value:
@@ -179,6 +219,10 @@ RULES: dict[str, Rule] = {
     "gelu": _gelu,
     "elu": _elu,
     "celu": _celu,
+    **dict.fromkeys(("log_sigmoid", "log_sigmoid_forward"), _log_sigmoid),
+    "hardshrink": _hardshrink,
+    "logaddexp": _log_add_exp,
+    "xlogy": _x_log_y,
     "leaky_relu": _unary("leaky_relu", "negative_slope"),
     "softplus": _softplus,
     "threshold": _threshold,

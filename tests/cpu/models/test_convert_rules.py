@@ -44,6 +44,11 @@ POINTWISE: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "sigmoid": (lambda m, x: torch.sigmoid(x), ["sigmoid"]),
     "tanh": (lambda m, x: torch.tanh(x), ["tanh"]),
     "softplus": (lambda m, x: F.softplus(x), ["softplus"]),
+    "logsigmoid": (lambda m, x: F.logsigmoid(x * 20), ["mul", "neg", "softplus", "neg"]),
+    "celu": (lambda m, x: F.celu(x, 2.0), ["gt", "mul", "elu", "mul", "where"]),
+    "hardshrink": (lambda m, x: F.hardshrink(x, 0.3), None),
+    "logaddexp": (lambda m, x: torch.logaddexp(x * 20, x.tanh()), None),
+    "xlogy": (lambda m, x: torch.xlogy(F.relu(x), x.abs()), None),
     "exp_neg": (lambda m, x: torch.exp(-x), ["neg", "exp"]),
     "log_abs": (lambda m, x: torch.log(x.abs() + 1.5), ["abs", "add", "log"]),
     "roots": (lambda m, x: x.square().add(1).rsqrt() + (x * x + 1).sqrt(), None),
@@ -122,6 +127,30 @@ SHAPES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
         IMAGE,
     ),
 }
+
+
+STRANGE = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0, -1.0, 1e38, 0.5])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: F.logsigmoid(x),
+        lambda x, y: F.celu(x, 2.0),
+        lambda x, y: F.hardshrink(x),
+        torch.logaddexp,
+        torch.xlogy,
+    ],
+    ids=["logsigmoid", "celu", "hardshrink", "logaddexp", "xlogy"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_strange_numbers_come_out_as_of_torch(
+    function: Callable[..., torch.Tensor], dtype: torch.dtype
+) -> None:
+    x, y = (each.to(dtype) for each in torch.meshgrid(STRANGE, STRANGE, indexing="ij"))
+    fused = cg.fuse(Of(lambda m, x, y: function(x, y)).eval(), (x, y))
+    found, wanted = fused(x, y), function(x.float(), y.float()).to(dtype)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.usefixtures("large")

@@ -265,6 +265,7 @@ OURS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
         )
     },
     "gelu_tanh": (lambda x: F.gelu(x, approximate="tanh"), ((5, 6),)),
+    "celu of another slope": (lambda x: F.celu(x.tanh(), 0.4), ((5, 6),)),
     "softmax": (lambda x: F.softmax(x, 1), ((3, 4, 7),)),
     "log_softmax": (lambda x: F.log_softmax(x, -1), ((3, 7),)),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (7,), w, b), ((3, 4, 7), (7,), (7,))),
