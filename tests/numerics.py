@@ -71,6 +71,12 @@ TORCH_FACTOR = 1.5
 #: The same of random calls, by formulas that round elsewhere than torch's own.
 RANDOM_FACTOR = 5.0
 
+#: How far modules may be from torch's that live through the same calls, by the coarsest dtype: of
+#: sums that cancel; what is meant are other numbers.
+OF_LIVES: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.float64: 1e-9, torch.float32: 5e-3, torch.bfloat16: 0.25}
+)
+
 #: Relative error of one rounding to nearest.
 ROUNDOFF: Mapping[torch.dtype, float] = MappingProxyType(
     {

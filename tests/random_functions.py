@@ -19,25 +19,14 @@ import torch
 import torch.nn.functional as F
 
 from tests.random_tensors import BF16, F16, F32, F64, Maker
+from tests.samples import case
 
 Tensors = dict[str, torch.Tensor | None]
 Theirs = Callable[..., Any]
 
 ACTIVATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
-    "relu": torch.relu,
-    "leaky_relu": F.leaky_relu,
-    "elu": F.elu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
+    **case.ACTIVATIONS,
     "softplus": lambda x, beta=1.0: _softplus(x, beta),
-    "mish": F.mish,
-    "clamp": lambda x, min=None, max=None: torch.clamp(x, min, max),
-    "relu6": F.relu6,
-    "hardswish": F.hardswish,
-    "identity": lambda x: x,
 }
 ATTRS: Mapping[str, Callable[[Maker], dict[str, float]]] = {
     "leaky_relu": lambda m: {"negative_slope": m.pick(0.2, 0.0, -0.5, 1.0)},

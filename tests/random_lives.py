@@ -22,12 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
+from tests import numerics
 from tests.random_functions import ACTIVATIONS
 from tests.random_tensors import BF16, F32, F64, Maker
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-EXACT = 1e-9
-LOOSE = {F32: 5e-3, BF16: 0.25}  # of sums that cancel; what is meant are other numbers
 
 
 class Twin(nn.Module):
@@ -396,7 +395,7 @@ class Life:
             if way == "autocast" and name.startswith("grad of "):  # some are all rounding
                 continue
             coarse = BF16 if way == "autocast" else self.dtype
-            allowed = EXACT if coarse == F64 else LOOSE[coarse]
+            allowed = numerics.OF_LIVES[coarse]
             apart = float((mine.double() - value.double()).norm().detach())
             if not apart <= allowed * (1.0 + float(value.double().norm())) and value.numel():
                 return f"{name} is off by {apart:.3g}"

@@ -22,6 +22,7 @@ import torch
 from ..errors import BindError, CudnnGraphError
 from ..graph.builder import Graph
 from ..graph.value import Value
+from ..ir.spec import is_dense
 from .executable import Executable
 
 _log = logging.getLogger(__name__)
@@ -148,10 +149,12 @@ def _updated(
     device = lists[0][0].device
     rows = [[each[at] for each in lists] for at in range(len(lists[0]))]
     counts: Sequence[torch.Tensor | None] = steps or [None] * len(rows)
-    fit = [at for at, row in enumerate(rows) if _fits(row, counts[at], device)]
-    left = [at for at in range(len(rows)) if at not in set(fit)]
     if isinstance(lr, torch.Tensor) and lr.device != device:
         return list(range(len(rows)))
+    fit: list[int] = []
+    left: list[int] = []
+    for at, row in enumerate(rows):
+        (fit if _fits(row, counts[at], device) else left).append(at)
     rate: torch.Tensor | None = None
     for start in range(0, len(fit), AT_ONCE):
         places = fit[start : start + AT_ONCE]
@@ -200,18 +203,8 @@ def _fits(row: _Tensors, count: torch.Tensor | None, device: torch.device) -> bo
             and each.data_ptr() % 16 == 0
             for each in row
         )
-        and _is_dense(param)
+        and is_dense(param.shape, param.stride())
     )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie side by side, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
