@@ -29,15 +29,10 @@ from .rows import MOST_THREADS
 
 MOST_CODES = 1024  # that are kept, of some 10 KB each
 MOST_BLOCKS = 1 << 31  # of a launch along x, this one not
-FOLLOWING = 90  # the capability from which on kernels can wait for the one in front of them
 
 
 class Kernel(Plan):
     """A kernel that is loaded on a GPU."""
-
-    #: Whether it is launched before the kernel in front of it has ended (programmatic dependent
-    #: launch): from a bound call, and within a CUDA graph.
-    _early = False
 
     def __init__(
         self, code: bytes, head: dict[str, Any], choice: Choice, device_index: int
@@ -49,7 +44,6 @@ class Kernel(Plan):
         self.workspace_bytes = int(head["workspace"])
         self.added = ()
         self._code, self._head = code, head
-        self._early = bool(head.get("early"))
         driver = _driver()
         with torch.cuda.device(device_index):
             torch.cuda.current_stream()  # the context is there from here on
@@ -83,7 +77,7 @@ class Kernel(Plan):
     def _native(self) -> Callable[[int, int, int, Any, int], None]:
         """A call by the address of an array of addresses, as plans have it."""
         launch, launches, index = _driver().cuLaunchKernel, self._launches, self.device_index
-        stream_of, early = torch._C._cuda_getCurrentRawStream, self._early
+        stream_of = torch._C._cuda_getCurrentRawStream
         (function, blocks, threads), several = launches[0], len(launches) > 1
 
         def call(address: int, count: int, workspace: int, handle: Any, place: int) -> None:
@@ -93,20 +87,14 @@ class Kernel(Plan):
             where, _ = given.buffer_info()
             given[1] = where + 2 * given.itemsize
             stream = stream_of(index)
-            if early and torch.cuda.is_current_stream_capturing():
-                for each in launches:
-                    (error,) = _early_launch(*each, stream, where)()
-                    if error:
-                        raise _not_launched(error)
-                return
             (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, where, 0)
             if several and not error:
-                for other, many, wide in launches[1:]:
-                    (error,) = launch(other, many, 1, 1, wide, 1, 1, 0, stream, where, 0)
+                for each, many, wide in launches[1:]:
+                    (error,) = launch(each, many, 1, 1, wide, 1, 1, 0, stream, where, 0)
                     if error:
                         break
             if error:
-                raise _not_launched(error)
+                raise RuntimeError(f"a generated kernel was not launched: {error!r}")
 
         return call
 
@@ -116,14 +104,10 @@ class Kernel(Plan):
         given = array("Q", [pointers.buffer_info()[0], 0, workspace])
         where, _ = given.buffer_info()
         given[1] = where + 2 * given.itemsize
-        if self._early:
-            calls = [_early_launch(*each, stream, where) for each in self._launches]
-        else:
-            calls = [
-                partial(driver_call, each, blocks, 1, 1, threads, 1, 1, 0, stream, where, 0)
-                for each, blocks, threads in self._launches
-            ]
-
+        calls = [
+            partial(driver_call, each, blocks, 1, 1, threads, 1, 1, 0, stream, where, 0)
+            for each, blocks, threads in self._launches
+        ]
         first, others = calls[0], calls[1:]
 
         def call(alive: object = (pointers, given)) -> None:
@@ -132,7 +116,7 @@ class Kernel(Plan):
                 if not error:
                     (error,) = each()
             if error:
-                raise _not_launched(error)
+                raise RuntimeError(f"a generated kernel was not launched: {error!r}")
 
         return call
 
@@ -160,25 +144,6 @@ class Kernel(Plan):
     def serialize(self) -> bytes:
         """The device code, with what it is launched with."""
         return json.dumps(self._head).encode() + b"\n" + self._code
-
-
-def _not_launched(error: Any) -> RuntimeError:
-    return RuntimeError(f"a generated kernel was not launched: {error!r}")
-
-
-def _early_launch(
-    function: Any, blocks: int, threads: int, stream: int, where: int
-) -> Callable[[], tuple[Any, ...]]:
-    """A launch that does not wait for the kernel in front of it to end: the function does."""
-    driver = _driver()
-    config, early = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
-    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    early.value.programmaticStreamSerializationAllowed = 1
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.hStream = stream
-    config.attrs, config.numAttrs = [early], 1
-    return partial(driver.cuLaunchKernelEx, config, function, where, 0)
 
 
 def _digest(text: str) -> str:
@@ -266,7 +231,6 @@ def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
         "capability": capability,
         "launches": [[each.name, each.blocks, each.threads] for each in made.launches],
         "workspace": made.workspace_bytes,
-        "early": made.follows_early and capability >= FOLLOWING,
     }
     return Kernel(code, head, choice, device_index)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..device.rules import rules
 from ..ir.spec import TensorSpec
 from .scalars import FUNCTIONS, MEMORY, PRELUDE
 
@@ -13,14 +12,6 @@ NAME = "cudnngraph_kernel"
 ARGS = "struct Args"
 MOST_TENSORS = 480  # of a kernel, whose parameters have 4 KB
 MOST_BOUNDS = 1024  # threads of a block
-#: The first lines of a function that is launched before the kernel in front of it has ended: it
-#: waits for that one's writes; then the kernel behind it may be launched.
-FOLLOWS = (
-    "#if __CUDA_ARCH__ >= 900",
-    'asm volatile("griddepcontrol.wait;" ::: "memory");',
-    'asm volatile("griddepcontrol.launch_dependents;");',
-    "#endif",
-)
 
 
 @dataclass(frozen=True)
@@ -46,11 +37,6 @@ class Source:
     several: tuple[Launch, ...] = ()
     workspace_bytes: int = 0
     name: str = NAME
-
-    @property
-    def follows_early(self) -> bool:
-        """Whether its functions wait by themselves for the kernel in front of them."""
-        return FOLLOWS[1] in self.text
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -83,12 +69,11 @@ def function(
     if bounds == MOST_BOUNDS:  # else registers are spilled for a second block of as many threads
         bounds = f"{bounds}, 1"
     more = ", char* const w" if workspace else ""
-    first = FOLLOWS if rules().kernel_follows_early else ()
     return "\n".join(
         [
             f'extern "C" __global__ void {cluster}__launch_bounds__({bounds})',
             f"{name}(const __grid_constant__ Args a{more}) {{",
-            *("  " + line for line in (*first, *lines) if line),
+            *("  " + line for line in lines if line),
             "}",
             "",
         ]

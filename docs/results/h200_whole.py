@@ -2,9 +2,9 @@
 
     python docs/results/h200_whole.py --models unet,efficientnet_b0 --out docs/results/h200-whole.md
 
-Needs diffusers for the UNet and torchvision for the others. Every contender runs as a CUDA graph,
-in turns; the breakdown sums the kernels of one call by name. Run it with an empty cache directory:
-keys do not know of kernels that are launched early.
+Needs diffusers for the UNet and torchvision or timm for the others. Every contender runs as a CUDA
+graph, in turns, and is built with an empty cache; the breakdown sums the kernels of one call by
+name.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,29 +26,36 @@ from h200_masks import write
 import cudnngraph as cg
 from cudnngraph.bench.measure import kernels_of
 from cudnngraph.device import rules
+from cudnngraph.settings import override
 
 Call = Callable[[], object]
 CALLS = 20
 #: Fields of the policy and thresholds of the device for each way.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kernels": ({}, {}),
-    "kernels launched early": ({"verify": "inprocess"}, {"kernel_follows_early": True}),
+    "slices in place": ({}, {"convolution_slices_in_place": True}),
     "torch steps": ({"kernels": False}, {}),
 }
 
 
 def images(name: str, batch: int = 32) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """A model of torchvision, channels_last in fp16."""
+    """A model of torchvision, or else of timm, channels_last in fp16."""
     import torchvision
 
-    net = getattr(torchvision.models, name)(num_classes=1000).eval().cuda().half()
+    if hasattr(torchvision.models, name):
+        net = getattr(torchvision.models, name)(num_classes=1000)
+    else:
+        import timm
+
+        net = timm.create_model(name)
+    net = net.eval().cuda().half()
     x = torch.randn(batch, 3, 224, 224, device="cuda", dtype=torch.float16)
     last = torch.channels_last
     return net.to(memory_format=last), (x.to(memory_format=last),)
 
 
 def captured(call: Call) -> Call:
-    """A call as a CUDA graph."""
+    """A call as a CUDA graph, which keeps the tensors of the call."""
     stream: Any = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -56,7 +64,11 @@ def captured(call: Call) -> Call:
         with torch.cuda.graph(graph, stream=stream):
             call()
     torch.cuda.synchronize()
-    return graph.replay  # type: ignore[no-any-return]
+
+    def replay(kept: Call = call) -> object:
+        return graph.replay()
+
+    return replay
 
 
 def times_ms(calls: dict[str, Call]) -> dict[str, float]:
@@ -95,7 +107,11 @@ def measure(name: str, tunes: Sequence[str], ways: Sequence[str], compiled: bool
             cg.cache_clear()
             start = time.perf_counter()
             policy = cg.Policy(tune=tune, **options)  # type: ignore[arg-type]
-            with rules.changed(**values):
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                override(cache_dir=Path(folder)),
+                rules.changed(**values),
+            ):
                 fused = cg.fuse(model, given, policy=policy, check=False)
                 calls[label] = captured(lambda fused=fused: fused(*given))  # type: ignore[misc]
             took = time.perf_counter() - start

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.device import rules
 from cudnngraph.errors import NotSupported
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import compile as compiler
-from cudnngraph.kernels import kernel, patterns, pool_gradient
+from cudnngraph.kernels import patterns, pool_gradient
 from cudnngraph.kernels.cubin import Resources, resources
 from cudnngraph.kernels.rows import MOST_REGISTERS, rows_of, schedule_for
 from cudnngraph.kernels.rules import RULES
@@ -244,19 +243,6 @@ def test_gradients_of_max_pools_spill_nothing(layout: str, dtype: torch.dtype) -
         text = patterns.source(spec, patterns.choice_of(schedule)).text
         for capability in (80, 90, 120) if at == 0 else (90,):
             assert resources(compiler.cubin(text, capability)).local_bytes == 0, schedule
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernels_that_follow_early_compile(capability: int) -> None:
-    g = cg.Graph("softmax")
-    g.output("y", g.softmax(g.input("x", (512, 1000), torch.float16), 1))
-    spec = canonical(g.spec())
-    with rules.changed(kernel_follows_early=True):
-        text = patterns.source(spec, patterns.by_rule(spec, PROCESSORS)).text
-    assert resources(compiler.cubin(text, capability)).local_bytes == 0
-    if capability < kernel.FOLLOWING:
-        plain = patterns.source(spec, patterns.by_rule(spec, PROCESSORS)).text
-        assert compiler.cubin(text, capability) == compiler.cubin(plain, capability)
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph.device import rules
 from cudnngraph.executor import reference
 from cudnngraph.kernels import compile as compiler
 from cudnngraph.settings import override
@@ -110,36 +109,6 @@ def test_it_is_captured_in_a_cuda_graph_and_reads_new_data() -> None:
     torch.cuda.synchronize()
     exact = F.silu(F.group_norm(x.double(), 32, w.double(), b.double()))
     numerics.check(y, exact, F16, F.silu(F.group_norm(x, 32, w, b)))
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_kernels_that_follow_early_read_what_the_one_in_front_has_written(
-    captured: bool, tmp_path: Path
-) -> None:
-    """Kernels of one launch and of several, with products between them."""
-    g = cg.Graph("row")
-    x = g.input("x", (4096, 256), F16)
-    w, ones = g.input("w", (256, 256), F16), g.input("ones", (256,), F16)
-    for _ in range(6):
-        x = g.layer_norm(g.softmax(g.matmul(g.silu(x), w), -1), ones, ones)
-        total = g.reduction(g.gelu(x), (0,))
-        x = g.add(g.tanh(x), total)
-    g.output("y", x)
-    torch.manual_seed(0)
-    spec = g.spec()
-    given = {n: torch.randn(spec.tensors[n].shape, device="cuda").to(F16) for n in spec.inputs}
-    wanted = compiled(g)(**given)
-    y = torch.empty_like(wanted)
-    with override(cache_dir=tmp_path), rules.changed(kernel_follows_early=True):
-        cg.cache_clear()
-        exe = compiled(g, verify="inprocess")
-        call = exe.capture(**given, y=y) if captured else exe.bind(**given, y=y)
-    assert "kernel" in kinds(exe)
-    for _ in range(200):
-        y.zero_()
-        call()
-        assert torch.equal(y, wanted)
-    cg.cache_clear()
 
 
 def test_threads_that_launch_one_kernel_do_not_mix_their_tensors() -> None:
