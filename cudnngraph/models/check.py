@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CannotImport, WrongResult
@@ -206,11 +205,13 @@ class _Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (x.dim(), y.dim()) == (2, 3) and ends is not None:
                 return multiplied_by_groups(x, y, ends)
         if func not in OF_BITS:
-            args, kwargs = pytree.tree_map_only(torch.dtype, self._widened, (args, kwargs))
+            args = tuple(map(self._widened, args))
+            kwargs = {name: self._widened(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
-    def _widened(self, dtype: torch.dtype) -> torch.dtype:
-        return self._dtype if dtype in LOW_PRECISION else dtype
+    def _widened(self, value: Any) -> Any:
+        """An argument, which is the wide dtype where it is a dtype of 16 bits."""
+        return self._dtype if type(value) is torch.dtype and value in LOW_PRECISION else value
 
 
 def in_wide(

@@ -206,7 +206,7 @@ class Importer:
                 node.replace_all_uses_with(None)
                 graph.erase_node(node)
         simplify(graph)
-        graph.eliminate_dead_code()
+        graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=self.random))
         if self.on_gpu:
             self.constants = join_siblings(graph, self.constants)
         user = {name: place for place, name in enumerate(self.placeholders)}

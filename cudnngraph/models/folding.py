@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,9 +76,13 @@ def _foreseen(
     device: torch.device,
     policy: Policy,
 ) -> list[Any]:
-    """The model's results by the reference executor, rounded where the graph is to be cut."""
+    """The model's results by the reference executor, rounded where the graph is to be cut.
+
+    It computes in float64: torch's convolutions in float32 are built at run time, each by itself.
+    """
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         run = rounded_between(CutGraph(legalize(canonical(spec), policy)))
+    run = replace(run, compute_dtype=torch.float64)
     made, places = input_tensors(imported, device)
     fill(places, tensors)
     outputs = {name: spec.tensors[name].empty(device) for name in spec.outputs}

@@ -151,6 +151,7 @@ class Fused(StandIn):
         self._forms.clear()
         self._parts = None
 
+    @old_left_alone()
     def _first(self, args: Any, kwargs: Any) -> None:
         """Make the form of an example, and compare its results with the model's."""
         call = self._call(args, kwargs)

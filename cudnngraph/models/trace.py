@@ -3,9 +3,10 @@
 torch.export says the same of more models, in ten times the time: it has to be ready for sizes that
 change, for state, for control flow. Here every op that torch dispatches becomes a node of an FX
 graph, in the order of the run; a few that torch would take apart (:data:`ATOMIC`) stay whole, as
-torch.export leaves them. What is written over tensors becomes new ones (:mod:`.aliases`). What
-draws random numbers, asks for the numbers in a tensor, changes the model, or is unusual in any
-other way is given up: then torch.export is to say what there is to say.
+torch.export leaves them. What is written over tensors becomes new ones (:mod:`.aliases`). Random
+numbers that nothing reads are left out. What has others in its results, asks for the numbers in a
+tensor, changes the model, or is unusual in any other way is given up: then torch.export is to say
+what there is to say.
 """
 
 from __future__ import annotations
@@ -164,6 +165,7 @@ class Traced:
         self._real: dict[int, tuple[str, torch.Tensor]] = {}  # what stands for a constant
         self._alive: list[torch.Tensor] = []  # so that no other gets the id of one
         self._failed = False
+        self._draws: list[torch.fx.Node] = []  # random numbers
         self.exchanged: list[str] = []  # parameters and buffers with other tensors in their place
         self.doubts: list[str] = []  # the lines where it has asked whether numbers are finite
         self._run(model, args, dict(kwargs))
@@ -197,7 +199,18 @@ class Traced:
         self.graph.output(
             tuple(self._operand(x) if isinstance(x, torch.Tensor) else x for x in made)
         )
+        self._check_draws()
         self.constants = {name: tensor.detach() for name, tensor in self.constants.items()}
+
+    def _check_draws(self) -> None:
+        """Raise :class:`Untraceable` where a result is made of random numbers."""
+        reached = {self.graph.output_node()}
+        for node in reversed(list(self.graph.nodes) if self._draws else []):
+            if node in reached:
+                reached.update(node.all_input_nodes)
+        for node in self._draws:
+            if node in reached:
+                raise Untraceable(f"{node.target} draws random numbers")
 
     def _shape(self, tensor: torch.Tensor) -> MetaTensor:
         """A tensor without memory in place of one that has it."""
@@ -322,6 +335,8 @@ class Traced:
         if any(not isinstance(each, torch.Tensor) for each in metas):
             raise Untraceable(f"{op} gives no tensor")
         node = self._node(op, args, kwargs)
+        if forms.is_random(op, args, kwargs):
+            self._draws.append(node)
         with _no_modes():
             made = [MetaTensor(each, device) for each in metas]
         self._alive += made
@@ -362,8 +377,6 @@ class Traced:
 
     def _computed(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
         """Return an op's result on the meta device, and the device that it is for."""
-        if forms.is_random(op, args, kwargs):
-            raise Untraceable(f"{op} draws random numbers")
         devices: list[torch.device] = []
 
         def form(leaf: Any) -> Any:
@@ -388,10 +401,12 @@ class Traced:
             raise
 
     def _from_numbers(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
-        """The form and the device of the result of an op without tensors; the op is run."""
+        """The form and the device of the result of an op without tensors; the op is run, but for
+        one that draws random numbers."""
         device = kwargs.get("device") or torch.get_default_device()
         with _no_modes():
-            made = op(*args, **{**kwargs, "device": torch.device("cpu")})
+            where = "meta" if forms.is_random(op, args, kwargs) else "cpu"
+            made = op(*args, **{**kwargs, "device": torch.device(where)})
             return forms.empty_like_meta(made), torch.device(device)
 
     def _node(self, op: Any, args: Any, kwargs: Any) -> torch.fx.Node:

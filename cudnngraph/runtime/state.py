@@ -28,6 +28,8 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _KINDS = frozenset(_PLAIN)
+#: Most of what a module holds: hooks, by kind.
+_CAN_BE_EMPTY = frozenset({dict, list, set, collections.OrderedDict, collections.deque})
 _MISSING = object()
 #: Libraries whose objects are no state of a model, but for those that are containers.
 _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy"}) - {"__main__"}
@@ -41,6 +43,7 @@ class Held:
     def __init__(self, model: nn.Module, *, contents: bool = False) -> None:
         self._contents = contents
         self._places: list[_Place] = []
+        self._empty: list[tuple[str, Any]] = []  # containers with nothing in them, by path
         self._tensors: dict[int, tuple[str, torch.Tensor, Any]] = {}
         self._seen: set[int] = set()
         self._alive: list[Any] = []
@@ -55,6 +58,9 @@ class Held:
             return
         self._seen.add(id(value))
         self._alive.append(value)
+        if type(value) in _CAN_BE_EMPTY and not value:
+            self._empty.append((path, value))
+            return
         if isinstance(value, torch.Tensor):
             self._tensors[id(value)] = path, value, self._numbers(value)
         elif isinstance(value, (tuple, frozenset)):
@@ -92,13 +98,21 @@ class Held:
     def changes(self) -> list[str]:
         """The names of what is no longer what it was."""
         found = []
-        for place in self._places:
+        for place in (*self._places, *self._filled()):
             now = place.read()
             for key in dict.fromkeys((*place.then, *now)):
                 a, b = now.get(key, _MISSING), place.then.get(key, _MISSING)
                 if not self._alike(a, b):
                     found.append(place.path if place.ordered else place.name(key))
         return list(dict.fromkeys([*found, *self._written()]))
+
+    def _filled(self) -> Iterator[_Place]:
+        """The containers that held nothing and now do."""
+        for path, value in self._empty:
+            if value:
+                for place in _places(path, value):
+                    place.then = {}
+                    yield place
 
     def _written(self) -> Iterator[str]:
         """The names of the tensors that were written to."""
@@ -133,7 +147,7 @@ class Held:
 
     def restore(self) -> None:
         """Put back what has changed."""
-        for place in self._places:
+        for place in (*self._places, *self._filled()):
             if not _same_items(place.read(), place.then):
                 place.write()
         for _, tensor, numbers in self._tensors.values():

@@ -157,6 +157,8 @@ def _catches(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 GIVEN_UP: dict[str, Callable[..., Any]] = {
     "random": lambda m, x: x + torch.rand_like(x),
+    "written_random": lambda m, x: (x * 1).bernoulli_(0.5),
+    "a_random_number": lambda m, x: x if float(torch.rand([])) < 2 else -x,
     "dropout": lambda m, x: F.dropout(x, 0.5, True),
     "branch": lambda m, x: x if x.sum() > 0 else -x,
     "number": lambda m, x: x * float(x.max()),
@@ -183,6 +185,26 @@ def test_the_unusual_is_left_to_torch_export_and_nothing_is_changed(name: str) -
     assert set(vars(model)) == before[2]
     assert torch._C._len_torch_function_stack() == 0
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def _draws_in_vain(m: Any, x: torch.Tensor) -> torch.Tensor:
+    chance = torch.rand([])
+    mask = (torch.rand_like(x) < chance).to(x.dtype)
+    mask[0].mul_(torch.randn(()))
+    return x * mask if m.training else torch.relu(x)
+
+
+def test_random_numbers_that_nothing_reads_are_left_out() -> None:
+    """Some models draw whether to skip a layer, and ask only in training."""
+    model, x = model_of(_draws_in_vain).eval(), image(*IMAGE)
+    before = torch.get_rng_state()
+    same_as_export(model, x)
+    fused = cg.fuse(model, (x,))
+    assert fused.report is not None and not fused.report.opaque
+    torch.testing.assert_close(fused(x), torch.relu(x))
+    torch.set_rng_state(before)
+    trace.trace(model, (x,), {})
+    assert torch.equal(torch.get_rng_state(), before), "nothing is drawn"
 
 
 def test_control_flow_works_as_before() -> None:
