@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,11 @@ from .memory import Kept, Memory
 from .record import (
     MAX_RECORD_BYTES,
     SCHEMA_VERSION,
+    Components,
     PlanRecord,
     RecordError,
     checked_id,
+    digest,
     from_json,
     is_id,
 )
@@ -69,10 +72,38 @@ __all__ = [
 ]
 
 SEED_FAMILIES = "families.json"  # beside seeds: their ids by family
-SEED_STEPS = "steps.json"  # beside seeds: what was chosen for each step, by the id of the step
+SEED_STEPS = "steps-*.json"  # beside seeds: what was chosen for steps, of an environment each
 MAX_FAMILY = 64  # entries of a family that are read
 
 PACKAGED_SEEDS = Path(__file__).with_name("seeds")
+
+
+@dataclass(frozen=True)
+class SeedSteps:
+    """What was chosen for steps in an environment, as JSON data by the id of the step."""
+
+    env: Components
+    choices: dict[str, Any]
+
+    @classmethod
+    def of(cls, text: bytes) -> SeedSteps:
+        """Those of a file. Raises ValueError, TypeError or KeyError for one that is damaged."""
+        data = json.loads(text)
+        env, choices = data["environment"], data["steps"]
+        if not isinstance(env, dict) or not isinstance(choices, dict):
+            raise TypeError("the environment or the steps are no object")
+        return cls(tuple((str(name), str(value)) for name, value in env.items()), choices)
+
+    def to_json(self) -> str:
+        """The file, a line for each step."""
+        lines = (f"{json.dumps(id)}: {json.dumps(self.choices[id])}" for id in sorted(self.choices))
+        head = f'{{"environment": {json.dumps(dict(self.env))},\n"steps": {{\n'
+        return head + ",\n".join(lines) + "\n}}\n"
+
+    @property
+    def file(self) -> str:
+        """The name of the file, by the environment."""
+        return SEED_STEPS.replace("*", digest(self.env)[:12])
 
 
 class PlanStore:
@@ -98,7 +129,7 @@ class PlanStore:
         self._seeds = seeds
         self._seed_paths: dict[str, Path] | None = None
         self._seed_families: dict[str, list[str]] | None = None
-        self._seed_steps: dict[str, Any] | None = None
+        self._seed_steps: tuple[SeedSteps, ...] | None = None
         self._clock = clock
         self._lock_timeout_s = lock_timeout_s
         self._journal = Journal(strict)
@@ -421,19 +452,19 @@ class PlanStore:
             self._seed_families = found
         return self._seed_families
 
-    def seed_step(self, id: str) -> Any:
-        """What the files beside the seeds list for the step ``id``, as JSON data; None for none."""
+    def seed_steps(self) -> tuple[SeedSteps, ...]:
+        """What the files beside the seeds list."""
         if self._seed_steps is None:
-            found: dict[str, Any] = {}
+            found = []
             paths = [] if self._seeds is None else sorted(self._seeds.glob(f"*/{SEED_STEPS}"))
             for path in paths:
                 try:
-                    found.update(json.loads(path.read_bytes()))
-                except (OSError, ValueError, TypeError, RecursionError) as error:
+                    found.append(SeedSteps.of(path.read_bytes()))
+                except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
                     fault = RecordError(f"{path.name}: {error}")
                     self._journal.fault(fault, "seeds are not listed by step")
-            self._seed_steps = found
-        return self._seed_steps.get(id)
+            self._seed_steps = tuple(found)
+        return self._seed_steps
 
     def _from_seed(self, id: str) -> tuple[Hit, bytes] | Miss:
         try:

@@ -1,15 +1,18 @@
 """What was measured fastest for a step of any graph, for choices that measure nothing.
 
 A step of this graph may have been measured within another one, by a search on this machine or by
-the run that made the seeds. The same step, policy, GPU and cuDNN are asked for, so that whatever
-the policy bars was barred there too. Whether TF32 is allowed is the same for a step that multiplies
-no float32, in a graph of which another step does.
+the run that made the seeds. The same step and policy are asked for, so that whatever the policy
+bars was barred there too, and the same GPU and cuDNN. Where no seed is of these, one serves that is
+of a near environment (:mod:`~cudnngraph.cache.near`). Whether TF32 is allowed is the same for a
+step that multiplies no float32, in a graph of which another step does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from plans_cache.record import PlanRecord, digest, entry_id
 from plans_cache.store import PlanStore
@@ -30,6 +33,7 @@ from .measured import Measured
 
 BEFORE = "measured fastest for this step on such a GPU: a search before"
 SEED = "measured fastest for this step on such a GPU: a seed"
+NEAR_SEED = "measured fastest for this step: a seed ({})"
 
 
 class Fastest:
@@ -46,8 +50,21 @@ class Fastest:
         }
 
     @cached_property
-    def _env(self) -> str:
-        return digest(env_components(env.env_key(self._index)))
+    def _seeds(self) -> list[tuple[str, Mapping[str, Any], str]]:
+        """The lists of seeds' steps that may serve here, the nearest first: the digest of the
+        environment, the choices, and what is to be said of one."""
+        here, found = env_components(env.env_key(self._index)), []
+        for listed in self._store.seed_steps():
+            try:
+                apart = near.apart_by(here, listed.env)
+            except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+                continue  # no environment
+            if apart is None or (apart.cudnn and self._policy.deterministic):
+                continue
+            said = NEAR_SEED.format(", ".join(apart.words)) if apart.words else SEED
+            part = (digest(listed.env), listed.choices, said)
+            found.append(((apart.cudnn, apart.gpu, listed.env), part))
+        return [part for _, part in sorted(found, key=lambda each: each[0])]
 
     def __call__(self, spec: GraphSpec) -> tuple[Choice, str] | None:
         """The choice for a step and what it is known from, or None."""
@@ -56,10 +73,17 @@ class Fastest:
         if found is not None:
             return found, BEFORE
         try:
-            listed = self._store.seed_step(_id(spec, self._policy, self._env))
-            return None if listed is None else (to_choice(listed), SEED)
-        except (UnkeyableError, TypeError, ValueError):
-            return None  # a step without a key, or what is no choice
+            key = _key(spec, self._policy) if self._seeds else ""
+        except UnkeyableError:
+            return None
+        for environment, choices, said in self._seeds:
+            try:
+                listed = choices.get(entry_id(key, environment))
+                if listed is not None:
+                    return to_choice(listed), said
+            except (TypeError, ValueError):
+                continue  # what is no choice
+        return None
 
 
 def listed_steps(
@@ -70,14 +94,13 @@ def listed_steps(
     found: dict[str, list[object]] = {}
     for step in steps if near.is_measured(record) else ():
         if step.choice is not None and step.kind == "cudnn" and step.time_us is not None:
-            found[_id(step.spec, policy, record.env_digest)] = from_choice(step.choice)
+            id = entry_id(_key(step.spec, policy), record.env_digest)
+            found[id] = from_choice(step.choice)
     return found
 
 
-def _id(spec: GraphSpec, policy: Policy, env_digest: str) -> str:
-    """The id of a step, which takes as long whatever else the policy lets steps be. Raises
-    :class:`UnkeyableError`."""
+def _key(spec: GraphSpec, policy: Policy) -> str:
+    """The digest of a step's key, which takes as long whatever else the policy lets steps be.
+    Raises :class:`UnkeyableError`."""
     allowed = bool(policy.allow_tf32) and multiplies_float32(spec)
-    return entry_id(
-        graph_key(spec, replace(policy, kernels=None, allow_tf32=allowed)).digest, env_digest
-    )
+    return graph_key(spec, replace(policy, kernels=None, allow_tf32=allowed)).digest

@@ -115,25 +115,44 @@ def nearest(key: Components, env: Components, records: Iterable[PlanRecord]) -> 
         batch = _batch(key, record.key)
         if batch is None:
             continue
-        here, there = dict(env), dict(record.env)
-        cudnn = here["cudnn_version"] != there["cudnn_version"]
-        if cudnn and dict(key).get("policy.deterministic") != "false":
+        apart = apart_by(env, record.env)
+        if apart is None or (apart.cudnn and dict(key).get("policy.deterministic") != "false"):
             continue
-        gpu = (here["gpu_name"], here["sm_count"]) != (there["gpu_name"], there["sm_count"])
         mine, theirs = batch
         distance = abs(math.log(theirs / mine))
-        order = (mine != theirs, cudnn, gpu, distance, -record.created)
-        words = []
-        if mine != theirs:
-            words.append(f"batch {theirs} in place of {mine}")
-        if cudnn:
-            versions = [_dotted(each["cudnn_version"]) for each in (there, here)]
-            words.append(f"cuDNN {versions[0]} in place of {versions[1]}")
-        if gpu:
-            names = [json.loads(each["gpu_name"]) for each in (there, here)]
-            words.append(f"{names[0]} in place of {names[1]}")
+        order = (mine != theirs, apart.cudnn, apart.gpu, distance, -record.created)
+        words = [f"batch {theirs} in place of {mine}"] if mine != theirs else []
+        words += apart.words
         found.append((order, Near(record, ", ".join(words))))
     return tuple(each for _, each in sorted(found, key=lambda pair: pair[0])[:MOST])
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How an environment that is near differs from this one: by cuDNN's version, by the GPU."""
+
+    cudnn: bool
+    gpu: bool
+    words: tuple[str, ...]
+
+
+def apart_by(here: Components, there: Components) -> Apart | None:
+    """How an environment differs from this one, None if it is far. Raises for components that are
+    no environment's, like :func:`family` for a key's."""
+    ours, theirs = ({n: json.loads(v) for n, v in each} for each in (here, there))
+    if any(ours[name] != theirs[name] for name in ("schema", "compute_capability")):
+        return None
+    versions = [int(each["cudnn_version"]) for each in (theirs, ours)]
+    if versions[0] // 10000 != versions[1] // 10000:
+        return None
+    cudnn = versions[0] != versions[1]
+    gpu = any(ours[name] != theirs[name] for name in ("gpu_name", "sm_count"))
+    words = []
+    if cudnn:
+        words.append(f"cuDNN {_dotted(versions[0])} in place of {_dotted(versions[1])}")
+    if gpu:
+        words.append(f"{theirs['gpu_name']} in place of {ours['gpu_name']}")
+    return Apart(cudnn, gpu, tuple(words))
 
 
 def is_measured(record: PlanRecord) -> bool:
@@ -141,8 +160,7 @@ def is_measured(record: PlanRecord) -> bool:
     return record.policy.get("tune") == "autotune"
 
 
-def _dotted(version: str) -> str:
-    number = int(json.loads(version))
+def _dotted(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 

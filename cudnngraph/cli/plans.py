@@ -151,6 +151,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="in place of FILE: each record into FOLDER/<gpu>/<id>.json, as the package ships them",
     )
     action.add_argument(
+        "--steps-only",
+        action="store_true",
+        help="with --seeds: what was chosen for their steps, for other graphs, and no record",
+    )
+    action.add_argument(
         "--with-blobs", action="store_true", help="with serialized plans, which hold device code"
     )
 
@@ -505,6 +510,8 @@ def to_prune(
 def _export(args: argparse.Namespace) -> int:
     if (args.file is None) == (args.seeds is None):
         raise UsageError("export takes a FILE or --seeds FOLDER, one of them")
+    if args.seeds is None and args.steps_only:
+        raise UsageError("--steps-only needs --seeds FOLDER")
     if args.seeds is not None and args.with_blobs:
         raise UsageError("seeds have no serialized plans: --with-blobs needs a FILE")
     if args.file is not None and os.path.isdir(args.file):
@@ -515,7 +522,9 @@ def _export(args: argparse.Namespace) -> int:
     if not found:
         raise CacheError(f"no plan is in {records.directory(args)}")
     if args.seeds is not None:
-        print(f"{transfer.export_seeds(found, args.seeds)} seeds written to {args.seeds}")
+        count = transfer.export_seeds(found, args.seeds, steps_alone=args.steps_only)
+        what = "steps of records" if args.steps_only else "seeds"
+        print(f"{count} {what} written to {args.seeds}")
         return 1 if damaged else 0
     blobs = transfer.export(store, found, args.file, args.with_blobs)
     left_out = sum(entry.entry.blob_bytes > 0 for entry in found) - blobs

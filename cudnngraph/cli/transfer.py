@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from plans_cache import Hit, PlanRecord, PlanStore, RecordError, from_json
-from plans_cache.record import MAX_RECORD_BYTES
-from plans_cache.store import MAX_BLOB_BYTES, SEED_FAMILIES, SEED_STEPS
+from plans_cache.record import MAX_RECORD_BYTES, Components
+from plans_cache.store import MAX_BLOB_BYTES, SEED_FAMILIES, SeedSteps
 
 from ..cache.fastest import listed_steps
 from ..device import files
@@ -58,41 +58,44 @@ def export(store: PlanStore, entries: Sequence[Stored], file: Path, with_blobs: 
     return blobs
 
 
-def export_seeds(entries: Sequence[Stored], folder: Path) -> int:
+def export_seeds(entries: Sequence[Stored], folder: Path, *, steps_alone: bool = False) -> int:
     """Write records as the package ships them, ``<folder>/<gpu>/<id>.json``; how many.
 
     Without serialized plans, which are never taken from a seed, and without candidates that were
     neither measured nor taken. ``<folder>/<gpu>/families.json`` lists those that were measured by
-    family, and ``<folder>/<gpu>/steps.json`` what was chosen for each of their steps, with the ones
-    that were there before.
+    family, and ``<folder>/<gpu>/steps-<environment>.json`` what was chosen for each of their steps,
+    with the ones that were there before. With ``steps_alone`` only that list is written.
     """
     families: dict[Path, dict[str, set[str]]] = {}
-    steps: dict[Path, dict[str, Any]] = {}
+    steps: dict[Path, SeedSteps] = {}
     for entry in entries:
-        file = folder / seed_folder(entry.gpu) / f"{entry.id}.json"
+        place = folder / seed_folder(entry.gpu)
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            files.write(file, _of_note(entry.record.with_blob(None)).to_json())
-            if entry.record.family is not None:
-                place = file.with_name(SEED_FAMILIES)
-                listed = families.setdefault(place, _listed(place))
+            place.mkdir(parents=True, exist_ok=True)
+            if not steps_alone:
+                record = _of_note(entry.record.with_blob(None))
+                files.write(place / f"{entry.id}.json", record.to_json())
+            if entry.record.family is None:
+                continue
+            if not steps_alone:
+                file = place / SEED_FAMILIES
+                listed = families.setdefault(file, _listed(file))
                 listed.setdefault(entry.record.family, set()).add(entry.id)
-                place = file.with_name(SEED_STEPS)
-                steps.setdefault(place, _parsed(place)).update(_steps_of(entry.record))
-        except OSError as error:
-            raise CacheError(f"{file} cannot be written: {error.strerror or error}") from None
-    texts = {
-        place: json.dumps({family: sorted(listed[family]) for family in sorted(listed)}, indent=1)
-        for place, listed in families.items()
-    }
-    for place, found in steps.items():
-        lines = (f"{json.dumps(id)}: {json.dumps(found[id])}" for id in sorted(found))
-        texts[place] = "{\n" + ",\n".join(lines) + "\n}"
-    for place, text in texts.items():
-        try:
-            files.write(place, text + "\n")
+            made = SeedSteps(entry.record.env, _steps_of(entry.record))
+            file = place / made.file
+            steps.setdefault(file, _of_file(file, made.env)).choices.update(made.choices)
         except OSError as error:
             raise CacheError(f"{place} cannot be written: {error.strerror or error}") from None
+    texts = {
+        file: json.dumps({f: sorted(listed[f]) for f in sorted(listed)}, indent=1) + "\n"
+        for file, listed in families.items()
+    }
+    texts |= {file: made.to_json() for file, made in steps.items()}
+    for file, text in texts.items():
+        try:
+            files.write(file, text)
+        except OSError as error:
+            raise CacheError(f"{file} cannot be written: {error.strerror or error}") from None
     return len(entries)
 
 
@@ -110,21 +113,22 @@ def _of_note(record: PlanRecord) -> PlanRecord:
     return replace(record, steps=steps)
 
 
-def _listed(place: Path) -> dict[str, set[str]]:
+def _listed(file: Path) -> dict[str, set[str]]:
     """The ids by family that a file lists; none if there is no such file, or another's."""
     try:
-        return {family: set(ids) for family, ids in _parsed(place).items()}
-    except TypeError:
+        found = json.loads(file.read_text())
+        return {family: set(ids) for family, ids in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
 
 
-def _parsed(place: Path) -> dict[str, Any]:
-    """The object that a file holds; an empty one if there is no such file, or another's."""
+def _of_file(file: Path, env: Components) -> SeedSteps:
+    """The steps that a file lists for an environment; none without such a file, or in another's."""
     try:
-        found = json.loads(place.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        found = SeedSteps.of(file.read_bytes())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return SeedSteps(env, {})
+    return found if found.env == env else SeedSteps(env, {})
 
 
 def _steps_of(record: PlanRecord) -> dict[str, Any]:

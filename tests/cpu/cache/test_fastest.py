@@ -24,6 +24,8 @@ from cudnngraph.ir.key import graph_key
 from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select.decision import Selection, StepPlan
 from plans_cache import PlanStore
+from plans_cache.record import digest, entry_id
+from plans_cache.store import SEED_STEPS, SeedSteps
 from tests.fakes import H200, World
 
 F16 = torch.float16
@@ -88,8 +90,14 @@ def ship(world: World, monkeypatch: pytest.MonkeyPatch) -> Ship:
     return ship
 
 
+def listings(world: World) -> list[Path]:
+    return sorted((world.directory.parent / "seeds").glob(f"*/{SEED_STEPS}"))
+
+
 def listing(world: World) -> Path:
-    return world.directory.parent / "seeds" / "nvidia-h200" / "steps.json"
+    (found,) = listings(world)
+    assert found.parent.name == "nvidia-h200"
+    return found
 
 
 def measured(graph: cg.Graph, times: dict[Choice | None, float], **change: Any) -> None:
@@ -164,16 +172,59 @@ ELSEWHERE = {
     "gpu": replace(H200, gpu_name="NVIDIA H100 80GB HBM3"),
     "sms": replace(H200, sm_count=100),
 }
+FAR = {
+    "cudnn": replace(H200, cudnn_version=100000),
+    "gpu": replace(H200, gpu_name="NVIDIA A100", compute_capability=(8, 0)),
+    "schema": replace(H200, schema=H200.schema + 1),
+}
+SAID = {
+    "cudnn": "cuDNN 9.19.0 in place of 9.10.0",
+    "gpu": "NVIDIA H200 in place of NVIDIA H100 80GB HBM3",
+    "sms": "NVIDIA H200 in place of NVIDIA H200",
+}
 
 
 @pytest.mark.parametrize("where", ELSEWHERE)
-def test_a_seeds_step_is_not_taken_in_another_environment(
-    where: str, world: World, ship: Ship
-) -> None:
+def test_a_seeds_step_is_taken_in_a_near_environment(where: str, world: World, ship: Ship) -> None:
     kept(layer())
     ship(ELSEWHERE[where])
+    exe = model().compile("cuda:0")
+    assert world.ahead == [None, SEEDED]
+    assert reasons(exe)[1] == fastest.NEAR_SEED.format(SAID[where])
+
+
+@pytest.mark.parametrize("where", FAR)
+def test_a_seeds_step_is_not_taken_in_one_that_is_far(where: str, world: World, ship: Ship) -> None:
+    kept(layer())
+    ship(FAR[where])
     model().compile("cuda:0")
     assert world.ahead == [None, None]
+
+
+def test_under_deterministic_a_seed_of_another_cudnn_is_not_taken(world: World, ship: Ship) -> None:
+    """Its engine may be another there; that of another GPU is the same."""
+    kept(layer(), replace(POLICY, deterministic=True))
+    for where, taken in (("cudnn", None), ("gpu", SEEDED)):
+        world.ahead.clear()
+        ship(ELSEWHERE[where])
+        model().compile("cuda:0", deterministic=True)
+        assert world.ahead == [None, taken], where
+
+
+def test_a_seed_of_this_gpu_comes_before_one_of_another(world: World, ship: Ship) -> None:
+    kept(layer())
+    ship()
+    own = listing(world)
+    env = codec.env_components(ELSEWHERE["gpu"])
+    step = legalize(canonical(layer().spec()), POLICY)
+    made = SeedSteps(env, {entry_id(fastest._key(step, POLICY), digest(env)): [44, []]})
+    place = own.parents[1] / "nvidia-h100"
+    place.mkdir()
+    (place / made.file).write_text(made.to_json())
+    for environment, wanted in ((H200, SEEDED), (ELSEWHERE["gpu"], TIMED)):
+        empty = PlanStore(world.directory.parent / "x", seeds=own.parents[1])
+        world.environment = environment
+        assert (fastest.Fastest(empty, POLICY, 0)(step) or (None,))[0] == wanted
 
 
 def test_another_frontend_takes_a_seeds_step(world: World, ship: Ship) -> None:
@@ -259,7 +310,7 @@ def test_what_is_no_measured_plan_of_cudnns_is_not_listed(
 ) -> None:
     kept(layer(), **change)
     ship()
-    assert json.loads(listing(world).read_text()) == {}
+    assert SeedSteps.of(listing(world).read_bytes()).choices == {}
     model().compile("cuda:0")
     assert world.ahead == [None, None]
 
@@ -267,7 +318,7 @@ def test_what_is_no_measured_plan_of_cudnns_is_not_listed(
 def test_untuned_records_list_no_steps(world: World, ship: Ship) -> None:
     kept(layer(), replace(POLICY, tune="heuristic"))
     ship()
-    assert not listing(world).exists()
+    assert listings(world) == []
 
 
 def test_what_was_listed_stays_when_more_is_exported(world: World, ship: Ship) -> None:
@@ -275,11 +326,19 @@ def test_what_was_listed_stays_when_more_is_exported(world: World, ship: Ship) -
         kept(layer(batch))
         found, _ = records.scan(lookup.store())
         (one,) = [each for each in found if f"f16[{batch}, " in each.record.summary]
-        transfer.export_seeds([one], listing(world).parents[1])
-    assert len(json.loads(listing(world).read_text())) == 2
+        transfer.export_seeds([one], world.directory.parent / "seeds", steps_alone=batch == 4)
+    assert len(SeedSteps.of(listing(world).read_bytes()).choices) == 2
+    place = listing(world).parent
+    assert len([*place.glob("*.json")]) == 3, "a record, the families, the steps"
 
 
-@pytest.mark.parametrize("text", ["[7", "[7]", "7", '{"a": 7}', ""])
+DAMAGED = ("[7", "[7]", "7", '{"a": 7}', "", '{"environment": 7, "steps": {}}', *(
+    json.dumps({"environment": env, "steps": steps})
+    for env, steps in (({}, {}), ({"schema": "x"}, {}), ([], {}), ({"schema": "1"}, []))
+))  # fmt: skip
+
+
+@pytest.mark.parametrize("text", DAMAGED)
 def test_a_damaged_list_of_steps_is_passed_by(text: str, world: World, ship: Ship) -> None:
     kept(layer())
     ship()
@@ -292,8 +351,9 @@ def test_a_damaged_list_of_steps_is_passed_by(text: str, world: World, ship: Shi
 def test_a_choice_that_is_none_is_passed_by(choice: Any, world: World, ship: Ship) -> None:
     kept(layer())
     ship()
-    (id,) = json.loads(listing(world).read_text())
-    listing(world).write_text(json.dumps({id: choice}))
+    found = SeedSteps.of(listing(world).read_bytes())
+    made = replace(found, choices=dict.fromkeys(found.choices, choice))
+    listing(world).write_text(made.to_json())
     model().compile("cuda:0")
     assert world.ahead == [None, None]
 

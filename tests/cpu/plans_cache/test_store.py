@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,7 @@ def test_a_seed_is_never_written_to(tmp_path: Path) -> None:
 def test_every_seed_that_ships_is_whole_and_stands_under_its_id() -> None:
     assert (PACKAGED_SEEDS / "__init__.py").is_file()
     for path in PACKAGED_SEEDS.rglob("*.json"):
-        if path.name in (SEED_FAMILIES, SEED_STEPS):
+        if path.name == SEED_FAMILIES or fnmatch(path.name, SEED_STEPS):
             continue
         made = from_json(path.read_bytes())
         assert path.stem == made.id
