@@ -2,9 +2,11 @@
 
     python docs/results/h200_search.py --out docs/results/h200-search.md
 
-Models of the zoo by name, in fp16 with random weights, one process each with an empty cache, and
-without the choices that ship. The heuristic's form comes first, which the search begins with. Calls
-are CUDA graph replays, in turns.
+Models of the zoo by name ("*" for all), with random weights, one process each, and without the
+choices that ship. The heuristic's form comes first, with an empty cache. Calls are CUDA graph
+replays, in turns. The tuned plans go into ``--cache``, which ``cudnngraph plans export --seeds
+FOLDER --steps-only`` makes seeds of; without it each model has an empty one. With ``--jobs`` some
+are tuned side by side, so that searches take longer; while one is timed no other tunes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,13 @@ from h200_masks import write
 
 from cudnngraph import Policy, fuse
 from cudnngraph.bench.zoo import one, registry
+from cudnngraph.cache import lookup
+from cudnngraph.runtime.process import cache_clear
+from cudnngraph.settings import override
+from plans_cache.gate import Gate
 
 ROUNDS, CALLS = 7, 10
+SERVED: Any = {"capture": True, "reuse_results": True}
 Found = dict[str, Any]
 
 
@@ -45,7 +53,7 @@ def us(call: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end)) / CALLS * 1e3
 
 
-def measure(name: str) -> Found:
+def measure(name: str, cache: Path) -> Found:
     """A model by heuristics and tuned: seconds to the first result, and microseconds of a call."""
     (entry,) = (each for each in registry.entries() if each.name == name)
     model, inputs, _ = one._made(entry, False, torch.device("cuda", 0))
@@ -55,14 +63,18 @@ def measure(name: str) -> Found:
         torch.cuda.synchronize()
         start = time.perf_counter()
         policy = Policy(tune=tune)
-        fused: Any = fuse(model, tuple(inputs), policy=policy, capture=True, reuse_results=True)
-        with torch.no_grad():
-            fused(*inputs)
+        with tempfile.TemporaryDirectory() as own:
+            place = cache if tune == "autotune" else Path(own)
+            cache_clear()
+            with override(cache_dir=place), torch.no_grad():
+                fused: Any = fuse(model, tuple(inputs), policy=policy, **SERVED)
+                fused(*inputs)
         torch.cuda.synchronize()
         found[f"{tune} s"] = time.perf_counter() - start
         calls[tune] = lambda fused=fused: fused(*inputs)  # type: ignore[misc]
     taken: dict[str, list[float]] = {tune: [] for tune in calls}
-    with torch.no_grad():
+    gate = lookup._gate_of(0)
+    with torch.no_grad(), Gate(gate, 60.0).alone():
         for number in range(ROUNDS + 1):
             for tune, call in calls.items():
                 made = us(call)
@@ -71,10 +83,11 @@ def measure(name: str) -> Found:
     return found | {f"{tune} us": statistics.median(each) for tune, each in taken.items()}
 
 
-def apart(name: str, limit_s: float) -> Found:
-    """The same in a process of its own, with an empty cache; its last line of the log beside."""
+def apart(name: str, limit_s: float, cache: Path | None) -> Found:
+    """The same in a process of its own; its last line of the log beside."""
     with tempfile.TemporaryDirectory() as folder:
-        place = os.environ | {"CUDNNGRAPH_CACHE_DIR": folder, "CUDNNGRAPH_LOG": "INFO"}
+        place = os.environ | {"CUDNNGRAPH_CACHE_DIR": str(cache or folder)}
+        place["CUDNNGRAPH_LOG"] = "INFO"
         place["CUDNNGRAPH_SEEDS"] = "0"
         words = [sys.executable, __file__, "--one", name]
         try:
@@ -96,19 +109,34 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="EfficientNet-B0;SD 1.5 UNet;DenseNet-121;BERT-base")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds a model")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds; the rest is left")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time")
+    parser.add_argument("--cache", type=Path, help="the directory of the tuned plans")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.one)))
+        print(json.dumps(measure(args.one, Path(os.environ["CUDNNGRAPH_CACHE_DIR"]))))
         return
+    end = time.monotonic() + args.budget
+
+    def found_of(name: str) -> Found:
+        left = min(args.limit, end - time.monotonic())
+        if left < 1:
+            return {"model": name, "error": "not begun"}
+        return apart(name, left, args.cache)
+
     rows = [
         "| model | heuristic, s | tuned, s | heuristic, us | tuned, us | of the time |",
         "|" + "---|" * 6,
     ]
     logs = []
-    for name in args.models.split(";"):
-        found = apart(name, args.limit)
+    names = args.models.split(";")
+    if names == ["*"]:
+        names = [entry.name for entry in registry.entries()]
+    pool = ThreadPoolExecutor(args.jobs)
+    for found in pool.map(found_of, names):
+        name = found["model"]
         if "error" in found:
             rows.append(f"| {name} | {found['error']} |  |  |  |  |")
         else:
