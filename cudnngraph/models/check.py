@@ -168,10 +168,19 @@ def results_of(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
     return [each.clone() if isinstance(each, torch.Tensor) else each for each in made]
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A copy of a model, each module of it in evaluation if that of the model is: some are in
-    training when they have been copied, and have other graphs then."""
-    made = copy.deepcopy(model).eval()
+def copied(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of a model, with what floats of its parameters and buffers in a ``dtype`` if one is
+    given. Each module of it is in evaluation if that of the model is: some are in training when
+    they have been copied, and have other graphs then."""
+    instead: dict[int, Any] = {}  # of a tensor, by its id, so that none is copied and then cast
+    for tensor in chain(model.parameters(), model.buffers()) if dtype is not None else ():
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and not vars(tensor)
+        if plain and tensor.is_floating_point():
+            wide = tensor.detach().to(dtype, copy=True)
+            if isinstance(tensor, nn.Parameter):
+                wide = nn.Parameter(wide, requires_grad=tensor.requires_grad)
+            instead[id(tensor)] = wide
+    made = copy.deepcopy(model, instead).eval()
     modes = {name: module.training for name, module in model.named_modules()}
     for name, module in made.named_modules():
         module.training = modes.get(name, False)
@@ -226,7 +235,7 @@ def in_wide(
     """The results in a wide dtype of the model that gives its ``own``; None for a model that does
     not run in it, or whose copy is another model. ``whole`` raises torch.OutOfMemoryError."""
     try:
-        wide = copied(model).to(dtype)
+        wide = copied(model, dtype).to(dtype)
         wide_args, wide_kwargs = mapped(
             lambda leaf: leaf.to(dtype) if floats(leaf) else leaf, (args, kwargs)
         )

@@ -224,12 +224,11 @@ def default_eps(dtype: torch.dtype) -> float:
 
 def _image(shape: Sequence[int], *like: torch.Tensor) -> torch.Tensor:
     """An image that lies channels_last where any of ``like`` does."""
-    made = torch.empty(shape, dtype=like[0].dtype, device="meta")
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))
-    if last is None or all(each.is_contiguous() for each in like):
-        return made
-    lies_last = any(each.is_contiguous(memory_format=last) for each in like)
-    return made.contiguous(memory_format=last) if lies_last else made
+    form = torch.contiguous_format
+    if last is not None and not all(each.is_contiguous() for each in like):
+        form = last if any(each.is_contiguous(memory_format=last) for each in like) else form
+    return torch.empty(shape, dtype=like[0].dtype, device="meta", memory_format=form)
 
 
 #: By the op's name; None of a rule leaves it to torch.
@@ -261,6 +260,8 @@ FORMS: Mapping[str, Form] = {
 
 def as_held(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose memory holds its very numbers: no conjugates of them, and no negatives."""
+    if not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     return tensor.resolve_conj().resolve_neg()
 
 
