@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..ir.spec import GraphSpec, view_strides
+from ..ir.spec import GraphSpec, is_contiguous, view_strides
 from ..ops.base import LOW_PRECISION
 
 Tensors = Sequence[torch.Tensor]
@@ -41,10 +41,13 @@ def _linear(spec: GraphSpec) -> tuple[str, str, str, str | None] | None:
         return None
     if not kinds <= {*LOW_PRECISION}:
         return None
-    for each in (tensors[x], tensors[spec.outputs[0]]):
-        rows = (each.numel // max(each.shape[-1], 1), each.shape[-1])
-        if view_strides(each.shape, each.stride, rows) is None:
-            return None
+    read, made = tensors[x], tensors[spec.outputs[0]]
+    rows = (read.numel // max(read.shape[-1], 1), read.shape[-1])
+    if view_strides(read.shape, read.stride, rows) is None:
+        return None
+    # Into rows that lie apart torch first copies the bias, and computes the activation behind.
+    if not is_contiguous(made.shape, made.stride):
+        return None
     if tensors[bias].shape[0] != tensors[y].shape[1]:
         return None
     return x, y, bias, rest[0].op if rest else None

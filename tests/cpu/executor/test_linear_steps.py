@@ -153,6 +153,16 @@ def test_a_linear_layer_of_tokens_is_one_call_of_torch(
     numerics.check(run(spec, *given), want, F16)
 
 
+def test_rows_of_a_result_that_lie_apart_are_no_call_of_torch() -> None:
+    """For which it copies the bias there, and computes the activation behind the product."""
+    for stride, whole in (((40, 8, 1), True), ((80, 16, 1), False)):
+        g = cg.Graph("g")
+        x, b = g.input("x", (2, 5, 16), F16), g.input("b", (8,), F16)
+        y = g.gelu(g.matmul(x, g.input("w", (16, 8), F16)) + b, approximate="tanh")
+        g.output("y", y, stride=stride)
+        assert runs_whole(g.spec()) is whole
+
+
 def test_tokens_that_lie_apart_are_no_rows() -> None:
     g = cg.Graph("g")
     x = g.input("x", (2, 5, 16), F16, stride=(16, 32, 1))
