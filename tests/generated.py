@@ -111,3 +111,25 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     monkeypatch.setattr(compiling, "Program", Program)
     PROCESS.programs.clear()
     return made
+
+
+def rotated(dtype: torch.dtype = torch.bfloat16, *, wide: bool = True) -> cg.Graph:
+    """Products, a norm, and rotary positions behind it: in pairs, in float32 if ``wide``.
+
+    As many products as it takes for the search to go anchor by anchor.
+    """
+    g = cg.Graph("rotated")
+    flat, heads, pairs = (1, 24, 512), (1, 24, 4, 128), (1, 24, 4, 64, 2)
+    x = g.input("x", flat, dtype)
+    for number in range(8):
+        x = g.matmul(x, g.input(f"k{number}", (512, 512), dtype))
+    normal = g.rms_norm(g.reshape(x, heads), g.input("w", (128,), dtype))
+    other = torch.float32 if wide else dtype
+    cos, sin = (g.input(name, (1, 24, 1, 128), other) for name in ("cos", "sin"))
+    halves = g.reshape(normal, pairs)
+    turned = g.concat([g.neg(g.slice(halves, 4, 1)), g.slice(halves, 4, 0, 1)], 4)
+    along, across = normal, g.reshape(turned, heads)
+    if wide:
+        along, across = g.cast(along, torch.float32), g.cast(across, torch.float32)
+    g.output("y", g.cast(g.add(g.mul(along, cos), g.mul(across, sin)), dtype))
+    return g

@@ -14,7 +14,7 @@ from .bench import Bench
 from .config import FINAL_ROUNDS
 from .decision import Decision, StepPlan
 from .epilogues import behind_product
-from .kernels import Item, Kernels, grown
+from .kernels import Item, Kernels, grown, moves
 from .ways import Variant, step_plan
 
 Step = tuple[StepPlan, Plan | None]
@@ -69,14 +69,48 @@ def joined(
     made = iter(bench.kernels([pair for each in asked.values() for pair in each]))
     plans_of = {nodes: [next(made) for _ in each] for nodes, each in asked.items()}
     chosen: list[Step] = []
+    single: list[Item] = []
     for item in order:
         if item.nodes in known:
             chosen.append(known[item.nodes])
+            single.append(item)
             continue
-        parts = [known[each.nodes] for each in items if each.names <= item.names]
+        own = [each for each in items if each.names <= item.names]
+        parts = [known[each.nodes] for each in own]
         one = _faster(wholes[item.nodes], parts, plans_of[item.nodes], bench, brief=brief)
         chosen += parts if one is None else [one]
+        single += own if one is None else [item]
+    if time.perf_counter() < ends:
+        chosen = _moved(graph, single, chosen, kernels, bench, brief=brief)
     return [step for step, _ in chosen], [plan for _, plan in chosen]
+
+
+def _moved(
+    graph: CutGraph,
+    items: Sequence[Item],
+    steps: Sequence[Step],
+    kernels: Kernels,
+    bench: Bench,
+    *,
+    brief: bool,
+) -> list[Step]:
+    """The steps of items, with ops moved from one kernel to another where both are faster then."""
+    of = {id(item): step for item, step in zip(items, steps, strict=True)}
+    mine = [item for item in items if of[id(item)][0].kind == "kernel"]
+    for move in list(moves(graph, mine, kernels)):
+        before = [of[id(move.source)], of[id(move.target)]]
+        now: list[Step] = []
+        for item in (move.left, move.more):
+            spec = subgraph_of(graph, item.nodes)
+            built = bench.kernels([(spec, choice) for choice in kernels.choices(spec)])
+            beside_us = sum(step.time_us or 0.0 for step, _ in now)
+            one = _faster(spec, before, built, bench, brief=brief, beside_us=beside_us)
+            if one is None:
+                break
+            now.append(one)
+        else:
+            of[id(move.source)], of[id(move.target)] = now
+    return [of[id(item)] for item in items]
 
 
 def _given_up(

@@ -8,7 +8,7 @@ elsewhere.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,8 +21,10 @@ from ..kernels.pieces import apart
 from ..kernels.source import MOST_TENSORS
 from ..kernels.tape import Refused
 from ..ops.base import FP8
+from ..ops.table import OPS
 from ..partition.analysis import CutGraph, Group, compute_nodes
 from ..partition.cuts import subgraph_of
+from .cost import least_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -135,6 +137,80 @@ def grown(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item
                     changed = True
                     break
     return _in_order(_side_by_side(graph, order, kernels))
+
+
+@dataclass(frozen=True)
+class Move:
+    """Pointwise ops at the end of a region that are better parts of the one that reads them:
+    ``source`` and ``target`` as they are, and as they would be."""
+
+    source: Item
+    target: Item
+    left: Item
+    more: Item
+
+
+def moves(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> Iterator[Move]:
+    """Yield the moves of ops between regions by which fewer bytes are moved, at most one of a
+    region.
+
+    ``cos * x`` of rotary positions, behind the norm that makes x: the kernel of the other half of
+    the rotation reads x in any case, and the product is as large, or larger in float32.
+    """
+    done: set[int] = set()
+    for source in items:
+        readers = items if source.open and len(source.nodes) > 1 else ()
+        for target in readers:
+            if {id(source), id(target)} & done or target is source or not target.open:
+                continue
+            going = _worth_moving(graph, source, target)
+            left = tuple(node for node in source.nodes if node not in going)
+            more = _sorted(graph, [Item(going), target])
+            if going and all(isinstance(kernels.choice(graph, n), Choice) for n in (left, more)):
+                done |= {id(source), id(target)}
+                yield Move(source, target, Item(left, open=True), Item(more, open=True))
+
+
+def sunk(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:
+    """The items after their :func:`moves`."""
+    found = {
+        id(old): new
+        for move in moves(graph, items, kernels)
+        for old, new in ((move.source, move.left), (move.target, move.more))
+    }
+    return [found.get(id(item), item) for item in items]
+
+
+def _worth_moving(graph: CutGraph, source: Item, target: Item) -> Group:
+    """The ops of a region by which least is moved if they are ``target``'s; none if that is so as
+    it is."""
+
+    def bytes_of(*items: Item) -> int:
+        return least_bytes(subgraph_of(graph, _sorted(graph, items)))
+
+    outputs = set(graph.spec.outputs)
+    inside, going = set(target.names), set[str]()
+    best: Group = ()
+    least = -1
+    for node in reversed(source.nodes):
+        users = [user for name in node.results for user in graph.readers.get(name, ())]
+        row = OPS[node.op]
+        if not users or outputs.intersection(node.results) or not (row.pointwise or row.view):
+            continue
+        if not all(inside.issuperset(user.results) for user in users):
+            continue
+        going.update(node.results)
+        inside.update(node.results)
+        moved = tuple(each for each in source.nodes if going.issuperset(each.results))
+        if len(moved) == len(source.nodes):
+            break
+        if least < 0:
+            least = bytes_of(source) + bytes_of(target)
+        left = Item(tuple(each for each in source.nodes if each not in moved))
+        now = bytes_of(left) + bytes_of(Item(moved), target)
+        if now < least:
+            best, least = moved, now
+    return best
 
 
 def _side_by_side(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 
 import cudnngraph as cg
 from cudnngraph.backend.plan import Choice
+from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import patterns
 from cudnngraph.partition.analysis import CutGraph, compute_nodes
 from cudnngraph.select.kernels import Kernels
-from tests import generated
+from tests import generated, numerics
 
 SLOW_S = 10.0  # several times what it takes beside other tests
 
@@ -72,3 +74,36 @@ def test_nodes_of_one_name_in_two_graphs_are_two_regions() -> None:
 def test_a_region_of_too_many_ops_has_no_kernel() -> None:
     kernels = Kernels(132)
     assert kernels.choices(norms(21)) and not kernels.choices(norms(22))
+
+
+# -- ops that move from one kernel to the next -----------------------------------------------------
+
+
+def kernels_of(g: cg.Graph) -> list[tuple[str, ...]]:
+    steps = generated.selection(g.spec(), 132).steps
+    return [tuple(node.op for node in s.spec.nodes) for s in steps if s.kind == "kernel"]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_ops_behind_a_norm_are_parts_of_the_kernel_that_reads_it_anyway(wide: bool) -> None:
+    """Without the move the product with the cosines is one more result of the norm's kernel."""
+    first, second = kernels_of(generated.rotated(wide=wide))
+    assert "mul" not in first and second.count("mul") == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wide", [False, True])
+def test_moved_ops_compute_the_same(
+    wide: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = generated.install(monkeypatch)
+    g = generated.rotated(dtype, wide=wide)
+    spec = g.spec()
+    torch.manual_seed(0)
+    forms = {name: spec.tensors[name] for name in spec.inputs}
+    given = {n: torch.randn(form.shape).to(form.dtype) for n, form in forms.items()}
+    given |= {name: each / 512**0.5 for name, each in given.items() if name[0] == "k"}
+    y = g.compile("cpu")(**given)
+    assert [step.kind for step in steps].count("kernel") == 2
+    exact = reference.run(spec, [given[name] for name in spec.inputs], torch.float64)[0]
+    numerics.check(y, exact, dtype)

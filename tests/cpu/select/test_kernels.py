@@ -16,6 +16,7 @@ from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select import autotune, heuristic
 from cudnngraph.select.decision import NO_KERNELS, Selection
 from cudnngraph.select.kernels import Kernels
+from tests import generated
 from tests.fakes import FakePlan
 from tests.searches import (
     CONV,
@@ -164,6 +165,22 @@ def test_a_large_graph_has_kernels_across_its_regions() -> None:
 
     selection = run(g.spec(), KernelBench({"matmul": [Offer(4.0)]}, took))
     assert taken(selection) == [("matmul", 0)] * 8 + [("relu mul softmax", KERNEL)]
+
+
+@pytest.mark.parametrize("moved_us", [4.0, 7.0])
+def test_ops_move_from_kernel_to_kernel_where_both_are_faster_then(moved_us: float) -> None:
+    def took(spec: GraphSpec, choice: Choice) -> float:
+        named = ops(spec).split()
+        if "rms_norm" in named:
+            return 5.0 if "mul" in named else 3.0
+        return moved_us if named.count("mul") == 2 else 4.0
+
+    bench = KernelBench({"matmul": [Offer(4.0)]}, took)
+    made = [step for step in run(generated.rotated().spec(), bench).steps if step.kind == "kernel"]
+    first, second = (ops(step.spec).split() for step in made)
+    moved = 3.0 + moved_us < 5.0 + 4.0
+    assert ("mul" in first, second.count("mul")) == ((False, 2) if moved else (True, 1))
+    assert sum(step.time_us or 0.0 for step in made) == min(3.0 + moved_us, 5.0 + 4.0)
 
 
 def test_without_kernels_none_are_tried() -> None:
