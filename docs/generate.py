@@ -86,6 +86,7 @@ def _value(value: Any) -> str:
 SELECTION = ROOT / "docs" / "results" / "h200-selection.json"
 MODELS = ROOT / "docs" / "results" / "h200-models.json"
 ZOO = ROOT / "docs" / "results" / "h200-zoo.json"
+LATER = ROOT / "docs" / "results" / "h100-zoo.json"  # some models on another GPU
 STARTUP = ROOT / "docs" / "results" / "h200-startup.json"
 _KINDS = {
     "conv": "convolutions",
@@ -172,13 +173,20 @@ _FIRST = {
 }
 
 
-def headline(zoo: Path = ZOO, path: Path = MODELS, startup: Path = STARTUP) -> str:
+def headline(
+    zoo: Path = ZOO, later: Path = LATER, path: Path = MODELS, startup: Path = STARTUP
+) -> str:
     """What the README begins with: the zoo, the models that it was built with, and the start."""
     found = results.loaded(zoo)
     rows = list(found.rows.values())
     beside = results.ratios(rows, "heuristic", "reduce-overhead", "us")
     mean, least, name = results.summarized(beside)
     right = sum(row["status"] == "done" for row in rows)
+    other = results.loaded(later)
+    others = list(other.rows.values())
+    on_other = results.ratios(others, "heuristic", "reduce-overhead", "us")
+    other_mean, other_least, other_name = results.summarized(on_other)
+    other_right = sum(row["status"] == "done" for row in others)
     run = json.loads(path.read_text(encoding="utf-8"))
     ratios = []
     for start, title in _FIRST.items():
@@ -192,7 +200,10 @@ def headline(zoo: Path = ZOO, path: Path = MODELS, startup: Path = STARTUP) -> s
         "torchvision, transformers and diffusers, as they are, in 16 bits and\n"
         f"not tuned: **{mean:.2f} times as fast as `torch.compile`** with `reduce-overhead` and "
         f"freezing (geometric mean of {len(beside)}; the least is {least:.2f}, {name}).\n"
-        f"The results of {right} of {len(rows)} are right.\n\n"
+        f"The results of {right} of {len(rows)} are right. On one {other.device}, "
+        f"[{len(others)} of them and of others](docs/results/h100-zoo.md): {other_mean:.2f} "
+        f"times,\nthe least {other_least:.2f} ({other_name}; [why, and what was done]"
+        f"(docs/results/h100-notes.md)), {other_right} of {len(others)} right.\n\n"
         f"Models that it was built with, in float16: {', '.join(ratios)}.\n"
         f"From a warm cache the first result of a ResNet-50 takes {ours:.1f} s, torch.compile's "
         f"{theirs:.1f} s. See\n[all of it](docs/models.md), "
