@@ -158,10 +158,14 @@ def moves(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> Iterator[
     the rotation reads x in any case, and the product is as large, or larger in float32.
     """
     done: set[int] = set()
+    home = {name: item for item in items for name in item.names}
     for source in items:
-        readers = items if source.open and len(source.nodes) > 1 else ()
-        for target in readers:
-            if {id(source), id(target)} & done or target is source or not target.open:
+        if not source.open or len(source.nodes) < 2 or id(source) in done:
+            continue
+        users = [user for name in source.names for user in graph.readers.get(name, ())]
+        readers = [home[user.results[0]] for user in users if user.results[0] in home]
+        for target in sorted({id(each): each for each in readers}.values(), key=items.index):
+            if target is source or not target.open or id(target) in done:
                 continue
             going = _worth_moving(graph, source, target)
             left = tuple(node for node in source.nodes if node not in going)
@@ -169,6 +173,7 @@ def moves(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> Iterator[
             if going and all(isinstance(kernels.choice(graph, n), Choice) for n in (left, more)):
                 done |= {id(source), id(target)}
                 yield Move(source, target, Item(left, open=True), Item(more, open=True))
+                break
 
 
 def sunk(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:
