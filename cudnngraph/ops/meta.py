@@ -225,9 +225,12 @@ def default_eps(dtype: torch.dtype) -> float:
 def _image(shape: Sequence[int], *like: torch.Tensor) -> torch.Tensor:
     """An image that lies channels_last where any of ``like`` does."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))
-    form = torch.contiguous_format
-    if last is not None and not all(each.is_contiguous() for each in like):
-        form = last if any(each.is_contiguous(memory_format=last) for each in like) else form
+    lies_last = (
+        last is not None
+        and not all(each.is_contiguous() for each in like)
+        and any(each.is_contiguous(memory_format=last) for each in like)
+    )
+    form = last if lies_last else torch.contiguous_format
     return torch.empty(shape, dtype=like[0].dtype, device="meta", memory_format=form)
 
 

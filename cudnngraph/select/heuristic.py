@@ -24,7 +24,7 @@ from ..rewrite.passes import legalize
 from . import epilogues
 from .decision import ALIAS, NO_KERNELS, Decision, Selection, StepPlan
 from .epilogues import Apart
-from .kernels import Item, Kernels, grown, sunk
+from .kernels import Item, Kernels, arranged
 from .rules import why_not_cudnn, why_split
 
 Build = Callable[[GraphSpec], "tuple[Plan, tuple[Outcome, ...]]"]
@@ -135,7 +135,7 @@ class Cut:
         """Have kernels for the parts that were left open, those joined that go together; what has
         none that passes is cut as if there were no kernels."""
         assert self._builds.checked is not None
-        self._items = sunk(self._graph, grown(self._graph, self._items, kernels), kernels)
+        self._items = arranged(self._graph, self._items, kernels)
         asked = [item for item in self._items if item.open]
         parts = [self._generated(item, kernels) for item in asked]
         self._open = False
@@ -265,8 +265,7 @@ class Cut:
     def _kernels_ahead(self, parts: Sequence[Group], kernels: Kernels) -> None:
         """Say which kernels will be asked for if cuDNN takes every part that is one plan."""
         items = [item for group in parts for item in self._foreseen(group)]
-        items = sunk(self._graph, grown(self._graph, items, kernels), kernels)
-        found = (item for item in items if item.open)
+        found = (item for item in arranged(self._graph, items, kernels) if item.open)
         self._builds.expect_kernels([self._generated(item, kernels) for item in found])
 
     def _foreseen(self, nodes: Group) -> Iterator[Item]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ..backend.plan import Choice, Plan
 from ..ir.spec import GraphSpec
@@ -95,22 +96,24 @@ def _moved(
     brief: bool,
 ) -> list[Step]:
     """The steps of items, with ops moved from one kernel to another where both are faster then."""
-    of = {id(item): step for item, step in zip(items, steps, strict=True)}
-    mine = [item for item in items if of[id(item)][0].kind == "kernel"]
-    for move in list(moves(graph, mine, kernels)):
-        before = [of[id(move.source)], of[id(move.target)]]
-        now: list[Step] = []
-        for item in (move.left, move.more):
-            spec = subgraph_of(graph, item.nodes)
-            built = bench.kernels([(spec, choice) for choice in kernels.choices(spec)])
-            beside_us = sum(step.time_us or 0.0 for step, _ in now)
-            one = _faster(spec, before, built, bench, brief=brief, beside_us=beside_us)
-            if one is None:
-                break
-            now.append(one)
-        else:
-            of[id(move.source)], of[id(move.target)] = now
-    return [of[id(item)] for item in items]
+    of = dict(zip(items, steps, strict=True))
+    mine = [item for item in items if of[item][0].kind == "kernel"]
+    found = list(moves(graph, mine, kernels))
+    specs = [subgraph_of(graph, item.nodes) for move in found for item in (move.left, move.more)]
+    asked = [[(spec, choice) for choice in kernels.choices(spec)] for spec in specs]
+    made = iter(bench.kernels([pair for each in asked for pair in each]))
+    timed = iter(
+        _timed(spec, [next(made) for _ in each], bench)
+        for spec, each in zip(specs, asked, strict=True)
+    )
+    for move in found:
+        left, more = next(timed), next(timed)
+        before = [of[move.source], of[move.target]]
+        if left is None or more is None or left.time_us + more.time_us >= _sum_us(before):
+            continue
+        told = _told(before, left.time_us + more.time_us)
+        of[move.source], of[move.target] = (_kept(t, told, bench, brief) for t in (left, more))
+    return [of[item] for item in items]
 
 
 def _given_up(
@@ -168,28 +171,65 @@ def _faster(
 ) -> Step | None:
     """The fastest of the kernels ``made`` for a region, if it takes less time than the parts one by
     one, with ``beside_us`` of what else is to run then."""
-    label = " | ".join(" ".join(node.op for node in compute_nodes(s.spec.nodes)) for s, _ in parts)
-    apart = sum(step.time_us or 0.0 for step, _ in parts)
+    timed = _timed(spec, made, bench)
+    if timed is None or timed.time_us + beside_us >= _sum_us(parts):
+        return None
+    return _kept(timed, _told(parts, timed.time_us + beside_us), bench, brief)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Kernels of a region with their times."""
+
+    spec: GraphSpec
+    plans: Sequence[tuple[float, Plan]]
+
+    @property
+    def best(self) -> int:
+        """The place of the fastest."""
+        return min(range(len(self.plans)), key=lambda at: self.plans[at][0])
+
+    @property
+    def time_us(self) -> float:
+        """The time of the fastest."""
+        return self.plans[self.best][0]
+
+
+def _timed(spec: GraphSpec, made: Sequence[Plan | str], bench: Bench) -> _Timed | None:
+    """The kernels ``made`` for a region, timed; None if none runs."""
     plans = [plan for plan in made if not isinstance(plan, str)]
-    if not plans:
-        return None
-    times = bench.times_us(spec, plans, FINAL_ROUNDS)
-    measured = [(t, n) for n, t in enumerate(times) if not isinstance(t, str)]
-    if not measured or min(measured)[0] + beside_us >= apart:
-        return None
-    time_us, best = min(measured)
-    ratio = apart / (time_us + beside_us)
-    plan = plans[best] if brief else bench.replay(spec, plans[best].choice)
-    decisions = [
-        Decision(f"steps {label}"[:300], False, f"{ratio:.2f} times the time"),
-        Decision(str(plan.choice), True, "the fastest", plan.choice, plan.workspace_bytes, time_us),
+    times = bench.times_us(spec, plans, FINAL_ROUNDS) if plans else []
+    found = [(us, plan) for us, plan in zip(times, plans, strict=True) if not isinstance(us, str)]
+    return _Timed(spec, found) if found else None
+
+
+def _sum_us(parts: Sequence[Step]) -> float:
+    return sum(step.time_us or 0.0 for step, _ in parts)
+
+
+def _told(parts: Sequence[Step], now_us: float) -> Decision:
+    """What is to be said of the parts that take longer than ``now_us``."""
+    label = " | ".join(" ".join(node.op for node in compute_nodes(s.spec.nodes)) for s, _ in parts)
+    return Decision(f"steps {label}"[:300], False, f"{_sum_us(parts) / now_us:.2f} times the time")
+
+
+def _kept(timed: _Timed, told: Decision, bench: Bench, brief: bool) -> Step:
+    """The fastest kernel of a region as a step. A ``brief`` search builds none to be kept."""
+    time_us, fastest = timed.plans[timed.best]
+    plan = fastest if brief else bench.replay(timed.spec, fastest.choice)
+    taken = Decision(
+        str(plan.choice), True, "the fastest", plan.choice, plan.workspace_bytes, time_us
+    )
+    left = [
+        Decision(
+            *(str(other.choice), False, f"{us / time_us:.2f} times the time of the one taken"),
+            *(other.choice, None, us),
+        )
+        for us, other in timed.plans
+        if other is not fastest
     ]
-    for other, each in measured:
-        if each != best:
-            reason = f"{other / time_us:.2f} times the time of the one taken"
-            choice = plans[each].choice
-            decisions.append(Decision(str(choice), False, reason, choice, None, other))
     step = StepPlan(
-        spec, plan.choice, plan.workspace_bytes, tuple(decisions), time_us, plan.verified
+        *(timed.spec, plan.choice, plan.workspace_bytes, (told, taken, *left)),
+        *(time_us, plan.verified),
     )
     return step, plan

@@ -157,33 +157,30 @@ def moves(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> Iterator[
     ``cos * x`` of rotary positions, behind the norm that makes x: the kernel of the other half of
     the rotation reads x in any case, and the product is as large, or larger in float32.
     """
-    done: set[int] = set()
+    done: set[Item] = set()
     home = {name: item for item in items for name in item.names}
     for source in items:
-        if not source.open or len(source.nodes) < 2 or id(source) in done:
+        if not source.open or len(source.nodes) < 2 or source in done:
             continue
-        users = [user for name in source.names for user in graph.readers.get(name, ())]
-        readers = [home[user.results[0]] for user in users if user.results[0] in home]
-        for target in sorted({id(each): each for each in readers}.values(), key=items.index):
-            if target is source or not target.open or id(target) in done:
-                continue
-            going = _worth_moving(graph, source, target)
+        users = (user for name in source.names for user in graph.readers.get(name, ()))
+        readers = {home[user.results[0]] for user in users if user.results[0] in home}
+        for target in sorted(readers - done - {source}, key=items.index):
+            going = _worth_moving(graph, source, target) if target.open else ()
             left = tuple(node for node in source.nodes if node not in going)
             more = _sorted(graph, [Item(going), target])
             if going and all(isinstance(kernels.choice(graph, n), Choice) for n in (left, more)):
-                done |= {id(source), id(target)}
+                done |= {source, target}
                 yield Move(source, target, Item(left, open=True), Item(more, open=True))
                 break
 
 
-def sunk(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:
-    """The items after their :func:`moves`."""
-    found = {
-        id(old): new
-        for move in moves(graph, items, kernels)
-        for old, new in ((move.source, move.left), (move.target, move.more))
-    }
-    return [found.get(id(item), item) for item in items]
+def arranged(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:
+    """The items :func:`grown`, and after their :func:`moves`."""
+    order = grown(graph, items, kernels)
+    found: dict[Item, Item] = {}
+    for move in moves(graph, order, kernels):
+        found |= {move.source: move.left, move.target: move.more}
+    return [found.get(item, item) for item in order]
 
 
 def _worth_moving(graph: CutGraph, source: Item, target: Item) -> Group:
