@@ -57,13 +57,18 @@ def family(key: Components, env: Components) -> str | None:
             [row[0] for row in parts["outputs"]],
             sorted(parts["inputs"]),
             [_node(row, tensors) for row in parts["ops"]],
-            [place["schema"], place["compute_capability"], int(place["cudnn_version"]) // 10000],
+            _not_to_differ(place),
         ]
         if not isinstance(place["gpu_name"], str) or "sm_count" not in place:
             return None
         return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
         return None
+
+
+def _not_to_differ(place: Mapping[str, Any]) -> list[Any]:
+    """What near environments have in common."""
+    return [place["schema"], place["compute_capability"], int(place["cudnn_version"]) // 10000]
 
 
 def _tensors(parts: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -140,11 +145,9 @@ def apart_by(here: Components, there: Components) -> Apart | None:
     """How an environment differs from this one, None if it is far. Raises for components that are
     no environment's, like :func:`family` for a key's."""
     ours, theirs = ({n: json.loads(v) for n, v in each} for each in (here, there))
-    if any(ours[name] != theirs[name] for name in ("schema", "compute_capability")):
+    if _not_to_differ(ours) != _not_to_differ(theirs):
         return None
     versions = [int(each["cudnn_version"]) for each in (theirs, ours)]
-    if versions[0] // 10000 != versions[1] // 10000:
-        return None
     cudnn = versions[0] != versions[1]
     gpu = any(ours[name] != theirs[name] for name in ("gpu_name", "sm_count"))
     words = []
