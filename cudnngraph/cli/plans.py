@@ -523,8 +523,8 @@ def _export(args: argparse.Namespace) -> int:
         raise CacheError(f"no plan is in {records.directory(args)}")
     if args.seeds is not None:
         count = transfer.export_seeds(found, args.seeds, steps_alone=args.steps_only)
-        what = "steps of records" if args.steps_only else "seeds"
-        print(f"{count} {what} written to {args.seeds}")
+        what = f"the steps of {count} records" if args.steps_only else f"{count} seeds"
+        print(f"{what} written to {args.seeds}")
         return 1 if damaged else 0
     blobs = transfer.export(store, found, args.file, args.with_blobs)
     left_out = sum(entry.entry.blob_bytes > 0 for entry in found) - blobs

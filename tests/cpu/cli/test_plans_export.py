@@ -14,7 +14,7 @@ import pytest
 from cudnngraph import cli
 from cudnngraph.cli import records, transfer
 from plans_cache import Hit, PlanStore
-from plans_cache.record import MAX_CREATED, PlanRecord
+from plans_cache.record import MAX_CREATED, PlanRecord, is_id
 from tests.commands import Cli
 from tests.cpu.plans_cache.test_record import signed
 from tests.workers import cache_example
@@ -91,6 +91,17 @@ def test_an_export_that_makes_no_sense_writes_nothing(
     code, out, err = run("export", *argv)
     assert (code, out, err.startswith(f"error: {said}")) == (2, "", True)
     assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_steps_alone_are_exported_without_records(
+    run: Cli, ids: dict[str, str], tmp_path: Path
+) -> None:
+    seeds = tmp_path / "seeds"
+    code, out, _ = run("export", "--seeds", seeds, "--steps-only")
+    assert (code, out) == (0, f"the steps of {len(ids)} records written to {seeds}\n")
+    assert not [path for path in seeds.rglob("*.json") if is_id(path.stem)]
+    code, out, err = run("export", tmp_path / "fleet.plans", "--steps-only")
+    assert (code, out, "--steps-only needs --seeds FOLDER" in err) == (2, "", True)
 
 
 def test_seeds_that_cannot_be_written_are_one_line(
