@@ -73,8 +73,7 @@ def measure(name: str, cache: Path) -> Found:
         found[f"{tune} s"] = time.perf_counter() - start
         calls[tune] = lambda fused=fused: fused(*inputs)  # type: ignore[misc]
     taken: dict[str, list[float]] = {tune: [] for tune in calls}
-    gate = lookup._gate_of(0)
-    with torch.no_grad(), Gate(gate, 60.0).alone():
+    with torch.no_grad(), Gate(lookup.Rejected(0).gate, 60.0).alone():
         for number in range(ROUNDS + 1):
             for tune, call in calls.items():
                 made = us(call)
