@@ -135,6 +135,9 @@ def backend(
     return made
 
 
+# torch._dynamo.reset() and torch.compiler.reset() call it.
+backend.reset = report.forget  # type: ignore[attr-defined]
+
 _SAVED = "tensor"  # what the name of a result begins with that is saved
 #: What each of so many results of a graph is, of which the first are new values of these inputs.
 Names = Callable[[int, Sequence[int]], "list[str]"]

@@ -191,6 +191,11 @@ def watch(compiled: Reporting) -> None:
     _COMPILED[next(_numbers)] = compiled
 
 
+def forget() -> None:
+    """Let :func:`reports` tell of nothing that was compiled before, though some of it may live."""
+    _COMPILED.clear()
+
+
 def reports() -> list[Report]:
     """The reports of what ``torch.compile(model, backend="cudnngraph")`` has compiled so far.
 

@@ -7,7 +7,6 @@ import gc
 import logging
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -342,14 +341,8 @@ def test_rows_that_attend_to_nothing_have_no_gradient() -> None:
 # -- reports ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs that other tests have left alive are not reported."""
-    monkeypatch.setattr(report, "_COMPILED", WeakValueDictionary())
-
-
-@pytest.mark.usefixtures("_nothing_compiled")
 def test_reports_list_each_graph_and_what_is_left_to_torch() -> None:
+    torch.compiler.reset()
     assert cg.reports() == []
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
     run = compiled(model)
@@ -362,10 +355,13 @@ def test_reports_list_each_graph_and_what_is_left_to_torch() -> None:
     with torch.no_grad():
         run(image(5))
     assert "torch's own: aten.sort" in str(cg.reports()[-1])
+    alive = list(report._COMPILED.values())
+    torch.compiler.reset()
+    assert len(alive) == 3 and cg.reports() == []
 
 
-@pytest.mark.usefixtures("_nothing_compiled")
 def test_a_report_says_why_a_graph_is_left_to_torch() -> None:
+    torch.compiler.reset()
     model = Of(lambda m, x: x.half().view(torch.int16) + 1)
     with torch.no_grad():
         compiled(model)(torch.ones(10))
