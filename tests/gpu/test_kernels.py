@@ -192,7 +192,7 @@ def test_gradients_of_norms_with_a_residual(broadcast: bool, tune: str) -> None:
         g.output(name, value)
     g.output("dz", dz, layout="channels_last")
     exe = compiled(g, tune=tune, budget_s=2.0)
-    assert kinds(exe) == {"kernel"}
+    assert kinds(exe) == {"kernel"} or (tune == "autotune" and "torch" not in kinds(exe))
     torch.manual_seed(0)
     given = [exe.spec.tensors[name].empty("cuda").normal_() for name in exe.spec.inputs]
     wanted = reference.run(exe.spec, given, torch.float64)
