@@ -138,6 +138,15 @@ class DeviceRules:
         stage="import",
         others=(False, True),
     )
+    padded_channels_min: int = _measured(
+        11,
+        "channels",
+        "how many 16-bit images between convolutions have at least, to get more where that is no "
+        "multiple of 8 (an estimate: at most half as many bytes again)",
+        alternative="the channels as they are",
+        stage="import",
+        others=(2, ANY),
+    )
     patches_as_channels: bool = _measured(
         True,
         "yes or no",

@@ -49,6 +49,7 @@ from .bands import Band
 from .experts import ONE_SHAPE
 from .export import HasGraph, export, last_line
 from .frames import frame_of, is_frame
+from .pad_channels import pad_channels
 from .results import Result, results_of
 from .rules.base import Arguments, Rule, Skip, gives_many, reads, spread
 from .rules.norm import Norm, norm_of
@@ -209,6 +210,8 @@ class Importer:
         graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=self.random))
         if self.on_gpu:
             self.constants = join_siblings(graph, self.constants)
+            if self.channels_last:
+                self.constants = pad_channels(graph, self.constants)
         user = {name: place for place, name in enumerate(self.placeholders)}
         results: list[Result] = []
         for node in graph.nodes:

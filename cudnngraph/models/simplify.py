@@ -22,7 +22,7 @@ def simplify(graph: torch.fx.Graph) -> None:
     """
     seen: dict[Hashable, Node] = {}
     for node in list(graph.nodes):
-        if not _is_pure(node) or any(user.op == "output" for user in node.users):
+        if not is_pure(node) or any(user.op == "output" for user in node.users):
             continue
         same: Node | None = _unchanged(node)
         if same is None:
@@ -35,7 +35,7 @@ def simplify(graph: torch.fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _is_pure(node: Node) -> bool:
+def is_pure(node: Node) -> bool:
     """Whether a node gives the same for the same operands, and does nothing else."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):

@@ -26,6 +26,7 @@ from h200_masks import write
 import cudnngraph as cg
 from cudnngraph.bench.measure import kernels_of
 from cudnngraph.device import rules
+from cudnngraph.device.rules import ANY
 from cudnngraph.settings import override
 
 Call = Callable[[], object]
@@ -34,6 +35,7 @@ CALLS = 20
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kernels": ({}, {}),
     "slices in place": ({}, {"convolution_slices_in_place": True}),
+    "odd channels": ({}, {"padded_channels_min": ANY}),
     "torch steps": ({"kernels": False}, {}),
 }
 

@@ -1,0 +1,380 @@
+"""Odd numbers of channels between convolutions become multiples of eight, the rest zero.
+
+Engines with tensor cores move eight 16-bit numbers at a time. Where an image has another number of
+channels, cuDNN takes slow engines that fuse nothing behind them, and generated kernels read single
+numbers. The weights are padded once; an image is only where every op that makes or reads it can
+have more channels, so that nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..device.rules import rules
+from ..ir.spec import channels_last_strides, contiguous_strides, same_layout
+from ..ops import meta
+from ..ops.base import LOW_PRECISION
+from .simplify import is_pure
+
+Node = torch.fx.Node
+Parts = tuple[tuple[int, int], ...]  # of channels, in order: how many there are, and padded
+
+ALIGNED_CHANNELS = 8
+RANKS = (4, 5)  # of images
+
+_aten: Any = torch.ops.aten
+_TRANSPOSED = frozenset({"conv_transpose2d", "conv_transpose3d"})
+_CONVOLUTIONS = frozenset({"conv2d", "conv3d", "convolution", *_TRANSPOSED})
+_VECTORS = ("weight", "bias", "running_mean", "running_var")  # of a batch norm
+_BATCH_NORMS = frozenset(
+    {"batch_norm", "cudnn_batch_norm", "native_batch_norm"}
+    | {"_native_batch_norm_legit_no_training"}
+)
+#: Ops of each channel by itself that make of zeros what is finite.
+_UNARY = frozenset(
+    {"relu", "relu6", "silu", "gelu", "mish", "sigmoid", "tanh", "elu", "selu", "celu", "softplus"}
+    | {"leaky_relu", "hardswish", "hardsigmoid", "hardtanh", "clamp", "clamp_min", "clamp_max"}
+    | {"clone", "contiguous", "alias", "detach", "dropout", "feature_dropout", "to", "_to_copy"}
+    | {"abs", "neg", "exp", "square", "sqrt", "lift_fresh_copy"}
+    | {"max_pool2d", "max_pool3d", "max_pool2d_with_indices", "avg_pool2d", "avg_pool3d"}
+    | {"adaptive_avg_pool2d", "adaptive_avg_pool3d", "_adaptive_avg_pool2d"}
+    | {"_adaptive_avg_pool3d", "upsample_nearest2d", "upsample_nearest3d"}
+    | {"upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"}
+)
+_BINARY = frozenset({"add", "sub", "mul", "maximum", "minimum", "_prelu_kernel"})
+
+
+def pad_channels(
+    graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """Pad the channels of a graph of ATen ops, in place; the constants with the padded weights."""
+    walk = _Walk(graph, constants)
+    for node in graph.nodes:
+        walk.visit(node)
+    padded = walk.padded()
+    if not padded:
+        return constants
+    made = _Padding(graph, padded, walk.fixed, dict(constants))
+    for node in list(graph.nodes):
+        made.pad(node)
+    return made.constants
+
+
+@dataclass
+class _Class:
+    """Images that have the same channels."""
+
+    nodes: list[Node] = field(default_factory=list)
+    whole: bool = False  # whether something takes or makes the channels as they are
+    sources: int = 0  # how many convolutions make them
+    joins: list[Node] = field(default_factory=list)  # the concatenations that make them
+
+
+class _Walk:
+    """Which images of a graph have the same channels, and what is done to these."""
+
+    def __init__(self, graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+        self.graph = graph
+        self.constants = constants
+        self.fixed: set[Node] = set()  # nodes that depend on constants alone
+        self._class_of: dict[Node, _Class] = {}
+
+    # -- what each op says -------------------------------------------------------------------------
+
+    def visit(self, node: Node) -> None:
+        """Take in what a node does to the channels of the images that it reads and makes."""
+        if self._is_fixed(node):
+            self.fixed.add(node)
+            return
+        name = meta.op_name(node) if node.op == "call_function" else ""
+        says = self._rule(node, name)
+        if says is None or not says(node):
+            for each in (node, *node.all_input_nodes):
+                self._of(each).whole = True
+
+    def _rule(self, node: Node, name: str) -> Callable[[Node], bool] | None:
+        if node.op == "call_function" and name == "" and _first_result(node):
+            return lambda node: self._tie(node, node.args[0])
+        if not _is_image(node) and not _several(node):
+            return None
+        if name in _CONVOLUTIONS:
+            return self._convolution
+        if name in _BATCH_NORMS:
+            return self._batch_norm
+        if name in _UNARY:
+            return self._unary
+        if name in _BINARY:
+            return self._binary
+        return {"cat": self._cat, "mean": self._mean, "prelu": self._prelu}.get(name)
+
+    def _convolution(self, node: Node) -> bool:
+        given = _arguments(node)
+        weight, bias = given["weight"], given["bias"]
+        if not self._is_constant(weight) or not (bias is None or self._is_constant(bias)):
+            return False
+        x, shape = given["input"], _value(weight).shape
+        if not _is_image(x) or _value(x).dim() != len(shape):
+            return False
+        if given["groups"] == 1:
+            self._of(node).sources += 1
+            return True
+        each = not _is_transposed(node) and shape[1] == 1 and shape[0] == _channels(x)
+        return each and self._tie(node, x)
+
+    def _batch_norm(self, node: Node) -> bool:
+        given = _arguments(node)
+        vectors = (given[key] for key in _VECTORS)
+        fixed = all(each is None or self._is_constant(each) for each in vectors)
+        trains = given.get("training") or given.get("train")
+        return fixed and not trains and self._tie(node, given["input"])
+
+    def _unary(self, node: Node) -> bool:
+        return len(node.all_input_nodes) == 1 and self._tie(node, node.args[0])
+
+    def _binary(self, node: Node) -> bool:
+        if node.kwargs or len(node.args) != 2:
+            return False
+        given = [each for each in node.args if isinstance(each, Node)]
+        values = [each for each in given if not self._is_constant(each)]
+        rank = _value(node).dim()
+        if not all(_is_image(each) and _value(each).dim() == rank for each in values):
+            return False
+        for each in values:
+            if _channels(each) == 1:  # it is broadcast, or all are
+                self._of(each).whole = True
+            elif not self._tie(node, each):
+                return False
+        return any(_channels(each) != 1 for each in values)
+
+    def _cat(self, node: Node) -> bool:
+        given = _arguments(node)
+        parts = given["tensors"]
+        if given["dim"] not in (1, 1 - _value(node).dim()) or not all(map(_is_image, parts)):
+            return False
+        if any(self._is_constant(each) for each in parts):
+            return False
+        self._of(node).joins.append(node)
+        return True
+
+    def _mean(self, node: Node) -> bool:
+        given = _arguments(node)
+        x = given["self"]
+        if not _is_image(x) or not given.get("keepdim") or not given.get("dim"):
+            return False
+        rank = _value(x).dim()
+        return all(dim % rank > 1 for dim in given["dim"]) and self._tie(node, x)
+
+    def _prelu(self, node: Node) -> bool:
+        x, weight = node.args
+        assert isinstance(weight, Node)
+        return self._is_constant(weight) and _value(weight).dim() == 1 and self._tie(node, x)
+
+    def _is_fixed(self, node: Node) -> bool:
+        if node.op == "placeholder":
+            return node.name in self.constants
+        return is_pure(node) and self.fixed.issuperset(node.all_input_nodes)
+
+    def _is_constant(self, node: Any) -> bool:
+        return isinstance(node, Node) and node in self.fixed
+
+    # -- classes -----------------------------------------------------------------------------------
+
+    def _of(self, node: Node) -> _Class:
+        return self._class_of.setdefault(node, _Class([node]))
+
+    def _tie(self, node: Node, other: Any) -> bool:
+        """Say that two nodes have the same channels."""
+        if not isinstance(other, Node) or not (_is_image(other) or _several(other)):
+            return False
+        one, two = self._of(node), self._of(other)
+        if one is not two:
+            one.nodes += two.nodes
+            one.joins += two.joins
+            one.sources += two.sources
+            one.whole |= two.whole
+            self._class_of.update(dict.fromkeys(two.nodes, one))
+        return True
+
+    def padded(self) -> Mapping[Node, Parts]:
+        """How the channels of images become more."""
+        classes = list({id(each): each for each in self._class_of.values()}.values())
+        for each in classes:
+            each.whole |= len(each.joins) > 1 or bool(each.joins and each.sources)
+            each.whole = each.whole or len({_channels(node) for node in each.nodes}) > 1
+        again = True
+        while again:  # a concatenation that is not padded takes its operands as they are
+            again = False
+            for each in classes:
+                for part in (part for join in each.joins for part in join.all_input_nodes):
+                    if each.whole and not self._of(part).whole:
+                        self._of(part).whole = again = True
+        found: dict[Node, Parts] = {}
+        for node in self.graph.nodes:
+            own = self._class_of.get(node)
+            if own is None or own.whole or node in found:
+                continue
+            parts = self._parts(own, found)
+            if any(size != wide for size, wide in parts):
+                found.update(dict.fromkeys(own.nodes, parts))
+        return found
+
+    def _parts(self, own: _Class, found: Mapping[Node, Parts]) -> Parts:
+        if own.joins:
+            given = _arguments(own.joins[0])["tensors"]
+            whole = [found.get(each, ((_channels(each),) * 2,)) for each in given]
+            return tuple(part for parts in whole for part in parts)
+        channels = _channels(own.nodes[0])
+        more = -channels % ALIGNED_CHANNELS
+        spatial = any(math.prod(_value(node).shape[2:]) > 1 for node in own.nodes)
+        low = all(_value(node).dtype in LOW_PRECISION for node in own.nodes)
+        pads = more and own.sources and spatial and low and channels >= rules().padded_channels_min
+        return ((channels, channels + more if pads else channels),)
+
+
+@dataclass
+class _Padding:
+    """A graph whose images get more channels."""
+
+    graph: torch.fx.Graph
+    padded: Mapping[Node, Parts]
+    fixed: Set[Node]
+    constants: dict[str, torch.Tensor]
+    _made: dict[tuple[Any, ...], Node] = field(default_factory=dict)
+    _known: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
+
+    def pad(self, node: Node) -> None:
+        """Give a node its padded operands, and what is known of it its new channels."""
+        name = meta.op_name(node)
+        if name in _CONVOLUTIONS:
+            self._convolution(node)
+        if node not in self.padded:
+            return
+        if name in _BATCH_NORMS:
+            self._vectors(node, {key: float(key == "running_var") for key in _VECTORS})
+        elif name == "prelu":
+            self._vectors(node, {"weight": 0.0})
+        elif name in _BINARY:
+            node.args = tuple(self._operand(node, each) for each in node.args)
+        seen, channels = node.meta["val"], sum(wide for _, wide in self.padded[node])
+        several = isinstance(seen, (tuple, list))
+        first = self._wider(seen[0] if several else seen, channels)
+        node.meta["val"] = type(seen)((first, *seen[1:])) if several else first
+
+    def _wider(self, seen: torch.Tensor, channels: int) -> torch.Tensor:
+        """What is known of an image, for another number of channels."""
+        shape, stride = (seen.shape[0], channels, *seen.shape[2:]), tuple(seen.stride())
+        last = same_layout(tuple(seen.shape), stride, channels_last_strides(seen.shape))
+        form = (shape, last, seen.dtype, seen.device)
+        if form not in self._known:
+            stride = (channels_last_strides if last else contiguous_strides)(shape)
+            with FakeTensorMode():
+                made = torch.empty_strided(shape, stride, dtype=seen.dtype, device=seen.device)
+            self._known[form] = made
+        return self._known[form]
+
+    def _convolution(self, node: Node) -> None:
+        given = _arguments(node)
+        before, behind = self.padded.get(given["input"]), self.padded.get(node)
+        if before is None and behind is None:
+            return
+        if given["groups"] > 1:
+            before = None
+            given["groups"] = sum(wide for _, wide in behind or ())
+        dims = (before, behind) if _is_transposed(node) else (behind, before)
+        for dim, parts in enumerate(dims):
+            if parts is not None:
+                given["weight"] = self._constant(given["weight"], dim, parts, 0.0)
+        if behind is not None and given["bias"] is not None:
+            given["bias"] = self._constant(given["bias"], 0, behind, 0.0)
+        node.args, node.kwargs = tuple(given.values()), {}
+
+    def _vectors(self, node: Node, values: Mapping[str, float]) -> None:
+        """Give a node vectors with a value for each new channel, in the place of its own."""
+        given, parts = _arguments(node), self.padded[node]
+        for key, value in values.items():
+            if given[key] is not None and _value(given[key]).numel() > 1:
+                given[key] = self._constant(given[key], 0, parts, value)
+        node.args, node.kwargs = tuple(given.values()), {}
+
+    def _operand(self, node: Node, given: Any) -> Any:
+        """An operand of a pointwise op; a constant has the channels of the result, or one."""
+        if not isinstance(given, Node) or given not in self.fixed:
+            return given
+        seen, rank = _value(given), _value(node).dim()
+        dim = 1 - (rank - seen.dim())
+        if dim < 0 or seen.shape[dim] == 1:
+            return given
+        return self._constant(given, dim, self.padded[node], 0.0)
+
+    def _constant(self, node: Node, dim: int, parts: Parts, value: float) -> Node:
+        """A constant with more channels along a dim."""
+        key = (node, dim, parts, value)
+        if key not in self._made:
+            tensor, size = self._tensor(node), sum(wide for _, wide in parts)
+            wider = tensor.new_full((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]), value)
+            read = written = 0
+            for channels, wide in parts:
+                part = tensor.narrow(dim, read, channels)
+                wider.narrow(dim, written, channels).copy_(part)
+                read, written = read + channels, written + wide
+            with self.graph.inserting_before(next(iter(self.graph.nodes))):
+                made = self.graph.placeholder(f"padded_{node.name}")
+            made.meta["val"] = wider.to("meta")
+            self.constants[made.name] = wider
+            self._made[key] = made
+        return self._made[key]
+
+    def _tensor(self, node: Node) -> Any:
+        """A constant, or what is computed of constants."""
+        if node.op == "placeholder":
+            return self.constants[node.name]
+        given = torch.fx.node.map_arg((node.args, node.kwargs), self._tensor)
+        with torch.no_grad():
+            return node.target(*given[0], **given[1])  # type: ignore[operator]
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    given = meta.bind_arguments(node.target, node.args, node.kwargs)
+    names = [each.name for each in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {name: given[name] for name in names}
+
+
+def _is_transposed(node: Node) -> bool:
+    return meta.op_name(node) in _TRANSPOSED or bool(_arguments(node).get("transposed"))
+
+
+def _value(node: Node) -> torch.Tensor:
+    seen = node.meta["val"]
+    found: torch.Tensor = seen[0] if isinstance(seen, (tuple, list)) else seen
+    return found
+
+
+def _channels(node: Node) -> int:
+    return int(_value(node).shape[1])
+
+
+def _is_image(node: Any) -> bool:
+    seen: Any = node.meta.get("val") if isinstance(node, Node) else None
+    image = isinstance(seen, torch.Tensor) and seen.dim() in RANKS
+    return bool(image) and all(isinstance(size, int) for size in seen.shape)
+
+
+def _several(node: Any) -> bool:
+    """Whether a node gives several results, of which the first is an image."""
+    seen: Any = node.meta.get("val") if isinstance(node, Node) else None
+    if not isinstance(seen, (tuple, list)) or not seen or not isinstance(seen[0], torch.Tensor):
+        return False
+    return seen[0].dim() in RANKS and all(
+        _first_result(user) or not user.users for user in node.users
+    )
+
+
+def _first_result(node: Node) -> bool:
+    return node.target is operator.getitem and bool(node.args[1] == 0)
