@@ -3,14 +3,14 @@
 Engines with tensor cores move eight 16-bit numbers at a time. Where an image has another number of
 channels, cuDNN takes slow engines that fuse nothing behind them, and generated kernels read single
 numbers. The weights are padded once; an image is only where every op that makes or reads it can
-have more channels, so that nothing is copied.
+have more channels, or reads the channels that there are as a view, so that nothing is copied.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,7 @@ _UNARY = frozenset(
     | {"_adaptive_avg_pool3d", "upsample_nearest2d", "upsample_nearest3d"}
     | {"upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"}
 )
+_SPLITS = frozenset({"split", "split_with_sizes", "unsafe_split", "chunk", "unsafe_chunk"})
 _BINARY = frozenset({"add", "sub", "mul", "maximum", "minimum", "_prelu_kernel"})
 
 
@@ -61,7 +62,7 @@ def pad_channels(
     padded = walk.padded()
     if not padded:
         return constants
-    made = _Padding(graph, padded, walk.fixed, dict(constants))
+    made = _Padding(graph, padded, walk, dict(constants))
     for node in list(graph.nodes):
         made.pad(node)
     return made.constants
@@ -74,7 +75,7 @@ class _Class:
     nodes: list[Node] = field(default_factory=list)
     whole: bool = False  # whether something takes or makes the channels as they are
     sources: int = 0  # how many convolutions make them
-    joins: list[Node] = field(default_factory=list)  # the concatenations that make them
+    joins: list[Node] = field(default_factory=list)  # concatenations and slices that make them
 
 
 class _Walk:
@@ -84,7 +85,10 @@ class _Walk:
         self.graph = graph
         self.constants = constants
         self.fixed: set[Node] = set()  # nodes that depend on constants alone
+        self.cuts: dict[Node, int] = {}  # of slices of all the last channels, the first
         self._class_of: dict[Node, _Class] = {}
+        self._operands: list[tuple[Node, Node]] = []  # of pointwise ops, each with the result
+        self._viewed: list[Node] = []  # images of which an op takes a view
 
     # -- what each op says -------------------------------------------------------------------------
 
@@ -102,6 +106,8 @@ class _Walk:
     def _rule(self, node: Node, name: str) -> Callable[[Node], bool] | None:
         if node.op == "call_function" and name == "" and _first_result(node):
             return lambda node: self._tie(node, node.args[0])
+        if name in _SPLITS:
+            return self._split
         if not _is_image(node) and not _several(node):
             return None
         if name in _CONVOLUTIONS:
@@ -112,7 +118,8 @@ class _Walk:
             return self._unary
         if name in _BINARY:
             return self._binary
-        return {"cat": self._cat, "mean": self._mean, "prelu": self._prelu}.get(name)
+        others = {"cat": self._cat, "slice": self._slice, "mean": self._mean, "prelu": self._prelu}
+        return others.get(name)
 
     def _convolution(self, node: Node) -> bool:
         given = _arguments(node)
@@ -146,11 +153,13 @@ class _Walk:
         rank = _value(node).dim()
         if not all(_is_image(each) and _value(each).dim() == rank for each in values):
             return False
+        if len(values) == 1:
+            return self._tie(node, values[0])
         for each in values:
             if _channels(each) == 1:  # it is broadcast, or all are
                 self._of(each).whole = True
-            elif not self._tie(node, each):
-                return False
+            else:
+                self._operands.append((each, node))
         return any(_channels(each) != 1 for each in values)
 
     def _cat(self, node: Node) -> bool:
@@ -161,6 +170,30 @@ class _Walk:
         if any(self._is_constant(each) for each in parts):
             return False
         self._of(node).joins.append(node)
+        return True
+
+    def _slice(self, node: Node) -> bool:
+        given = _arguments(node)
+        x = given["self"]
+        if not _is_image(x):
+            return False
+        if given["dim"] % _value(x).dim() != 1:
+            return self._tie(node, x)
+        cut = _first_of_last(given)
+        if cut is None:
+            self._viewed.append(x)
+            self._of(node).whole = True
+        else:
+            self.cuts[node] = cut
+            self._of(node).joins.append(node)
+        return True
+
+    def _split(self, node: Node) -> bool:
+        given = _arguments(node)
+        x = given["self"]
+        if not _is_image(x) or given["dim"] % _value(x).dim() != 1:
+            return False
+        self._viewed.append(x)
         return True
 
     def _mean(self, node: Node) -> bool:
@@ -204,32 +237,64 @@ class _Walk:
 
     def padded(self) -> Mapping[Node, Parts]:
         """How the channels of images become more."""
-        classes = list({id(each): each for each in self._class_of.values()}.values())
-        for each in classes:
-            each.whole |= len(each.joins) > 1 or bool(each.joins and each.sources)
-            each.whole = each.whole or len({_channels(node) for node in each.nodes}) > 1
+        while True:
+            self._settle()
+            found: dict[Node, Parts] = {}
+            for node in self.graph.nodes:
+                own = self._class_of.get(node)
+                if own is None or own.whole or node in found:
+                    continue
+                parts = self._parts(own, found)
+                if any(size != wide for size, wide in parts):
+                    found.update(dict.fromkeys(own.nodes, parts))
+            apart = [each for each in self._views(found) if _gaps(found[each])]
+            if not apart:
+                return found
+            for each in apart:
+                self._of(each).whole = True
+
+    def _settle(self) -> None:
+        """Let operands and results of pointwise ops have the same channels. A result has them as
+        they are if an operand has."""
         again = True
-        while again:  # a concatenation that is not padded takes its operands as they are
+        while again:
+            self._keep_whole()
             again = False
-            for each in classes:
-                for part in (part for join in each.joins for part in join.all_input_nodes):
-                    if each.whole and not self._of(part).whole:
-                        self._of(part).whole = again = True
-        found: dict[Node, Parts] = {}
-        for node in self.graph.nodes:
-            own = self._class_of.get(node)
-            if own is None or own.whole or node in found:
-                continue
-            parts = self._parts(own, found)
-            if any(size != wide for size, wide in parts):
-                found.update(dict.fromkeys(own.nodes, parts))
-        return found
+            for operand, result in self._operands:
+                one, two = self._of(operand), self._of(result)
+                if one is not two and not (one.whole or two.whole):
+                    again = self._tie(operand, result)
+
+    def _keep_whole(self) -> None:
+        for each in {id(each): each for each in self._class_of.values()}.values():
+            if not each.whole:
+                mixed = len(each.joins) > 1 or bool(each.joins and each.sources)
+                each.whole = mixed or len({_channels(node) for node in each.nodes}) > 1
+        again = True
+        while again:
+            again = False
+            for operand, result in self._operands:
+                if self._of(operand).whole and not self._of(result).whole:
+                    self._of(result).whole = again = True
+
+    def _views(self, found: Mapping[Node, Parts]) -> list[Node]:
+        """The padded images that something reads without their zeros."""
+        joins = (node for node in self._class_of if node not in found and self.joins(node))
+        read = [part for node in joins for part in node.all_input_nodes]
+        read += [operand for operand, result in self._operands if result not in found]
+        return [each for each in (*read, *self._viewed) if each in found]
+
+    def joins(self, node: Node) -> bool:
+        """Whether a node is a concatenation, or a slice of the last channels."""
+        return node in self._of(node).joins
 
     def _parts(self, own: _Class, found: Mapping[Node, Parts]) -> Parts:
         if own.joins:
-            given = _arguments(own.joins[0])["tensors"]
+            (join,) = own.joins
+            given: Sequence[Node] = _arguments(join).get("tensors") or join.all_input_nodes
             whole = [found.get(each, ((_channels(each),) * 2,)) for each in given]
-            return tuple(part for parts in whole for part in parts)
+            parts = [part for parts in whole for part in parts]
+            return _behind(parts, self.cuts.get(join, 0))
         channels = _channels(own.nodes[0])
         more = -channels % ALIGNED_CHANNELS
         spatial = any(math.prod(_value(node).shape[2:]) > 1 for node in own.nodes)
@@ -244,9 +309,10 @@ class _Padding:
 
     graph: torch.fx.Graph
     padded: Mapping[Node, Parts]
-    fixed: Set[Node]
+    walk: _Walk
     constants: dict[str, torch.Tensor]
     _made: dict[tuple[Any, ...], Node] = field(default_factory=dict)
+    _views: dict[Node, Node] = field(default_factory=dict)
     _known: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
 
     def pad(self, node: Node) -> None:
@@ -255,11 +321,18 @@ class _Padding:
         if name in _CONVOLUTIONS:
             self._convolution(node)
         if node not in self.padded:
+            if name in _BINARY or name in _SPLITS or name in ("cat", "slice"):
+                node.args = torch.fx.node.map_arg(node.args, lambda each: self._whole(node, each))
             return
         if name in _BATCH_NORMS:
             self._vectors(node, {key: float(key == "running_var") for key in _VECTORS})
         elif name == "prelu":
             self._vectors(node, {"weight": 0.0})
+        elif name == "slice" and self.walk.joins(node):
+            (x, dim), cut = node.args[:2], self.walk.cuts[node]
+            assert isinstance(x, Node)
+            node.args = (x, dim, _place(self.padded.get(x, ()), cut))
+            node.kwargs = {}
         elif name in _BINARY:
             node.args = tuple(self._operand(node, each) for each in node.args)
         seen, channels = node.meta["val"], sum(wide for _, wide in self.padded[node])
@@ -295,6 +368,19 @@ class _Padding:
             given["bias"] = self._constant(given["bias"], 0, behind, 0.0)
         node.args, node.kwargs = tuple(given.values()), {}
 
+    def _whole(self, node: Node, operand: Node) -> Node:
+        """An operand without its zeros, of a node that takes channels as they are."""
+        parts = self.padded.get(operand)
+        if parts is None:
+            return operand
+        if operand not in self._views:
+            channels = sum(channels for channels, _ in parts)
+            with self.graph.inserting_before(node):
+                made = self.graph.call_function(_aten.slice.Tensor, (operand, 1, 0, channels))
+            made.meta["val"] = self._wider(operand.meta["val"], channels)
+            self._views[operand] = made
+        return self._views[operand]
+
     def _vectors(self, node: Node, values: Mapping[str, float]) -> None:
         """Give a node vectors with a value for each new channel, in the place of its own."""
         given, parts = _arguments(node), self.padded[node]
@@ -305,7 +391,7 @@ class _Padding:
 
     def _operand(self, node: Node, given: Any) -> Any:
         """An operand of a pointwise op; a constant has the channels of the result, or one."""
-        if not isinstance(given, Node) or given not in self.fixed:
+        if not isinstance(given, Node) or given not in self.walk.fixed:
             return given
         seen, rank = _value(given), _value(node).dim()
         dim = 1 - (rank - seen.dim())
@@ -338,6 +424,40 @@ class _Padding:
         given = torch.fx.node.map_arg((node.args, node.kwargs), self._tensor)
         with torch.no_grad():
             return node.target(*given[0], **given[1])  # type: ignore[operator]
+
+
+def _first_of_last(given: Mapping[str, Any]) -> int | None:
+    """The first channel of a slice of all the last ones; None for another slice."""
+    start, end, size = given["start"] or 0, given["end"], _channels(given["self"])
+    if type(start) is not int or not (end is None or type(end) is int) or given["step"] != 1:
+        return None
+    start = start + size if start < 0 else start
+    return start if 0 < start < size and (end is None or end >= size) else None
+
+
+def _gaps(parts: Parts) -> bool:
+    """Whether there are zeros between channels."""
+    return any(channels != wide for channels, wide in parts[:-1])
+
+
+def _place(parts: Parts, channel: int) -> int:
+    """Where a channel lies among padded ones."""
+    place = 0
+    for channels, wide in parts:
+        if channel < channels:
+            break
+        channel, place = channel - channels, place + wide
+    return place + channel
+
+
+def _behind(parts: Sequence[tuple[int, int]], channel: int) -> Parts:
+    """The channels from one on."""
+    found: list[tuple[int, int]] = []
+    for channels, wide in parts:
+        if channel < channels:
+            found.append((channels - channel, wide - channel))
+        channel = max(0, channel - channels)
+    return tuple(found)
 
 
 def _arguments(node: Node) -> dict[str, Any]:

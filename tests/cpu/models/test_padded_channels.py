@@ -116,6 +116,22 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
         ),
         [24, 8],
     ),
+    "first and last channels": (  # as ReXNet adds
+        lambda: Of(
+            lambda m, x: m.d(
+                m.c(torch.cat([(y := m.b(z := m.a(x)))[:, :18] + z, y[:, 18:]], 1).relu())
+            ),
+            **parts(conv(8, 18), conv(18, 29), conv(29, 12), conv(12, 8)),
+        ),
+        [24, 32, 16, 8],
+    ),
+    "beside what is whole": (
+        lambda: Of(
+            lambda m, x: m.c((m.a(x) + m.b(x).softmax(1)).relu()),
+            **parts(conv(8, 18), conv(8, 18), conv(18, 8)),
+        ),
+        [24, 18, 8],
+    ),
     # What follows has something that takes the channels as they are.
     "a result": (lambda: nn.Sequential(conv(8, 8), conv(8, 21)), [8, 21]),
     "over channels": (
@@ -137,7 +153,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
         lambda: Of(
             lambda m, x: m.b(torch.mul(*m.a(x).chunk(2, 1))), **parts(conv(8, 36), conv(18, 8))
         ),
-        [36, 8],
+        [40, 8],
     ),
     "one channel": (
         lambda: Of(lambda m, x: m.b(x * torch.sigmoid(m.a(x))), **parts(conv(8, 1), conv(8, 8))),
@@ -147,7 +163,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     "groups": (lambda: nn.Sequential(conv(8, 18), conv(18, 8, groups=2)), [18, 8]),
     "joined, and a result": (
         lambda: Of(lambda m, x: torch.cat([m.a(x), x], 1), **parts(conv(8, 18))),
-        [18],
+        [24],
     ),
 }
 
@@ -200,7 +216,7 @@ def test_weights_that_a_model_shares_are_padded_as_each_use_wants() -> None:
     ).half()
     x = image(2, 8, 12, 12).half()
     found = imported(model, x)
-    assert widths(found) == [18, 24, 8, 18]
+    assert sorted(widths(found)) == [8, 18, 24, 24]
     same(model, found, x)
 
 
@@ -218,7 +234,9 @@ class Drawn(nn.Module):
         channels = [draw.choice([8, 10, 16])]
         self.channels = channels[0]
         for _ in range(draw.randint(4, 14)):
-            kind = draw.choice(["conv", "conv", "conv", "norm", "each", "act", "add", "cat", "odd"])
+            kind = draw.choice(
+                ["conv", "conv", "conv", "norm", "each", "act", "add", "cat", "cut", "odd"]
+            )
             of = [draw.randrange(len(channels)) for _ in range(draw.randint(1, 3))]
             width = channels[of[0]]
             layer: nn.Module = nn.Identity()
@@ -236,6 +254,10 @@ class Drawn(nn.Module):
                 of = [of[0], *(at for at in of[1:] if channels[at] == width)]
             elif kind == "cat":
                 width = sum(channels[at] for at in of)
+            elif kind == "cut":
+                start, end = sorted((draw.randrange(width), draw.randrange(width)))
+                of, width = [of[0], start, draw.choice([end + 1, width])], 0
+                width = of[2] - start
             else:
                 layer = draw.choice([nn.Softmax2d(), nn.GroupNorm(1, width), nn.Softsign()])
             self.layers.append(layer)
@@ -247,6 +269,9 @@ class Drawn(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         made = [x]
         for layer, (kind, of) in zip(self.layers, self.steps, strict=True):
+            if kind == "cut":
+                made.append(made[of[0]][:, of[1] : of[2]])
+                continue
             given = [made[at] for at in of]
             if kind == "add":
                 made.append(sum(given[1:], given[0]) * 0.5)
