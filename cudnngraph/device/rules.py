@@ -169,8 +169,9 @@ class DeviceRules:
     convolution_parts_in_place: bool = _measured(
         False,
         "yes or no",
-        "whether convolutions of a few groups each write their channels into the whole, for which "
-        "cuDNN copies images twice: RegNetY's take 29.8 us with a copy behind, 37.3 without",
+        "whether convolutions of few groups, and 16-bit ones with a bias, a sum and ReLU at most, "
+        "write their channels into the whole, for which cuDNN copies images twice: RegNetY's take "
+        "29.8 us with a copy behind, 37.3 without",
         page="h200-search.md",
         alternative="a kernel that joins them",
         stage="graph",

@@ -8,7 +8,6 @@ have more channels, or reads the channels that there are as a view, so that noth
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -247,10 +246,15 @@ class _Walk:
                 parts = self._parts(own, found)
                 if any(size != wide for size, wide in parts):
                     found.update(dict.fromkeys(own.nodes, parts))
-            apart = [each for each in self._views(found) if _gaps(found[each])]
-            if not apart:
+            odd = [each for each in self._views(found) if _gaps(found[each])]
+            odd += [
+                node
+                for node, parts in found.items()
+                if meta.op_name(node) == "cat" and sum(w for _, w in parts) % ALIGNED_CHANNELS
+            ]
+            if not odd:
                 return found
-            for each in apart:
+            for each in odd:
                 self._of(each).whole = True
 
     def _settle(self) -> None:
@@ -297,9 +301,8 @@ class _Walk:
             return _behind(parts, self.cuts.get(join, 0))
         channels = _channels(own.nodes[0])
         more = -channels % ALIGNED_CHANNELS
-        spatial = any(math.prod(_value(node).shape[2:]) > 1 for node in own.nodes)
         low = all(_value(node).dtype in LOW_PRECISION for node in own.nodes)
-        pads = more and own.sources and spatial and low and channels >= rules().padded_channels_min
+        pads = more and own.sources and low and channels >= rules().padded_channels_min
         return ((channels, channels + more if pads else channels),)
 
 

@@ -11,6 +11,7 @@ from math import prod
 
 from ..device.rules import rules
 from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, TensorSpec, is_channels_last, view_strides
+from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
 from ..ops.views import order_of
 from ..partition.analysis import CutGraph
@@ -146,8 +147,7 @@ def concat_in_place(spec: GraphSpec) -> GraphSpec:
         pitches = (s for n, s in zip(result.shape, result.stride, strict=True) if n > 1 < s)
         if any(pitch * size % ALIGNMENT_BYTES for pitch in pitches):
             continue
-        if _is_of_groups(graph, node) and not rules().convolution_parts_in_place:
-            continue
+        of_groups = _is_of_groups(graph, node)
         start = 0
         for name in node.operands:
             tensor, offset = tensors[name], start * result.stride[node.attr("dim")]
@@ -159,9 +159,26 @@ def concat_in_place(spec: GraphSpec) -> GraphSpec:
                 and all(_reads_any_strides(graph, each, name) for each in others)
                 and graph.crossing(name).dtype == graph.crossing(result.name).dtype
                 and offset * size % ALIGNMENT_BYTES == 0
+                and (
+                    not (of_groups or _is_copied(graph, name)) or rules().convolution_parts_in_place
+                )
             ):
                 tensors[name] = replace(tensor, stride=result.stride)
     return spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
+
+
+def _is_copied(graph: CutGraph, name: str) -> bool:
+    """Whether the fastest engines make a tensor dense and copy it into its place: those of 16-bit
+    convolutions that take a bias, a sum and ReLU alone behind."""
+    made = graph.producer.get(name)
+    while made is not None and made.op in ("bias", "add", "relu"):
+        made = graph.producer.get(made.operands[0])
+    return (
+        made is not None
+        and OPS[made.op].has("convolution")
+        and made.attr("groups") == 1
+        and graph.crossing(name).dtype in LOW_PRECISION
+    )
 
 
 def _is_of_groups(graph: CutGraph, node: Node) -> bool:

@@ -35,6 +35,7 @@ CALLS = 20
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kernels": ({}, {}),
     "slices in place": ({}, {"convolution_slices_in_place": True}),
+    "parts in place": ({}, {"convolution_parts_in_place": True}),
     "odd channels": ({}, {"padded_channels_min": ANY}),
     "torch steps": ({"kernels": False}, {}),
 }
