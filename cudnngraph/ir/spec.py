@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -245,12 +245,19 @@ class Node:
     @property
     def operands(self) -> tuple[str, ...]:
         """The names at the ports in use, in port order."""
-        return tuple(name for name in self.inputs if name is not None)
+        return _names(self.inputs)
 
     @property
     def results(self) -> tuple[str, ...]:
         """The names of the results that somebody asked for."""
-        return tuple(name for name in self.outputs if name is not None)
+        return _names(self.outputs)
+
+
+def _names(ports: tuple[str | None, ...]) -> tuple[str, ...]:
+    """The names at ports; most have one at each, and passes over a graph ask for them often."""
+    if None in ports:
+        return tuple(name for name in ports if name is not None)
+    return cast(tuple[str, ...], ports)
 
 
 def canonical_order(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
