@@ -99,6 +99,7 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
         self._nodes: list[Node] = []
         self._frozen: tuple[tuple[int, ...], GraphSpec] | None = None
         self._values: dict[str, Value] = {}
+        self._counts: dict[str, int] = {}
         self._scalars: dict[str, Value] = {}
         self._numbers: set[str] = set()  # their names
         self._tables: dict[tuple[str, str, bool], tuple[Value, Value]] = {}  # of rope
@@ -261,9 +262,13 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
 
     def undo(self, mark: tuple[int, int]) -> None:
         """Take back the ops, and the problems, since ``mark``; nothing may have used them."""
+        del self.problems[mark[1] :]
+        if len(self._nodes) == mark[0]:
+            return
         for node in self._nodes[mark[0] :]:
             for name in node.results:
                 self._values.pop(name, None)
+        self._counts.clear()
         self._scalars = {
             bits: value for bits, value in self._scalars.items() if value.name in self._values
         }
@@ -273,7 +278,7 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
             for key, tables in self._tables.items()
             if all(self._values.get(table.name) is table for table in tables)
         }
-        del self._nodes[mark[0] :], self.problems[mark[1] :]
+        del self._nodes[mark[0] :]
 
     def drop_unused_inputs(self) -> None:
         """Take back the inputs that no declared output depends on."""

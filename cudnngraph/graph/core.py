@@ -26,6 +26,7 @@ class Core:
     _inputs: dict[str, Value]
     _nodes: list[Node]
     _values: dict[str, Value]
+    _counts: dict[str, int]  # of labels of a name that are taken, from the first on
     _scalars: dict[str, Value]
     _numbers: set[str]
 
@@ -75,10 +76,12 @@ class Core:
 
     def _unique(self, name: str) -> str:
         """A free label for a node. Values carry it behind a "%", so no input can take it later."""
-        count, free = 0, name
+        count = self._counts.get(name, 0)
+        free = f"{name}_{count}" if count else name
         while f"%{free}" in self._values:
             count += 1
             free = f"{name}_{count}"
+        self._counts[name] = count
         return free
 
     def _apply(

@@ -193,6 +193,7 @@ class Importer:
         label = re.sub(r"\W", "_", self.name) or "model"
         self.g = Graph(label if label.isidentifier() else "model")
         self._names: dict[str, torch.fx.Node] = {}
+        self._counts: dict[str, int] = {}
         self._kept: dict[str, torch.Tensor] = {}
         self._held: dict[tuple[Any, ...], Value] = {}
         self._by_input: dict[str, int] = {}
@@ -545,10 +546,12 @@ class Importer:
     def _free(self, label: str) -> str:
         label = re.sub(r"\W", "_", label)
         label = label if label.isidentifier() else f"x_{label}"
-        name, count = label, 0
+        count = self._counts.get(label, 0)  # of names that are taken, which they stay
+        name = f"{label}_{count}" if count else label
         while name in self.g._inputs or name in self._names:
             count += 1
             name = f"{label}_{count}"
+        self._counts[label] = count
         self._names[name] = self.node
         return name
 
