@@ -43,7 +43,7 @@ class Held:
     def __init__(self, model: nn.Module, *, contents: bool = False) -> None:
         self._contents = contents
         self._places: list[_Place] = []
-        self._empty: list[tuple[str, Any]] = []  # containers with nothing in them, by path
+        self._empty: list[tuple[_Place, Any, Any]] = []  # containers with nothing in them
         self._tensors: dict[int, tuple[str, torch.Tensor, Any]] = {}
         self._seen: set[int] = set()
         self._alive: list[Any] = []
@@ -58,20 +58,22 @@ class Held:
             return
         self._seen.add(id(value))
         self._alive.append(value)
-        if type(value) in _CAN_BE_EMPTY and not value:
-            self._empty.append((path, value))
-            return
         if isinstance(value, torch.Tensor):
             self._tensors[id(value)] = path, value, self._numbers(value)
         elif isinstance(value, (tuple, frozenset)):
             yield from ((f"{path}[{place}]", each) for place, each in enumerate(value))
         for place in self._places_of(path, value):
             self._places.append(place)
-            yield from (
-                (place.name(key), each)
-                for key, each in place.then.items()
-                if type(each) not in _KINDS and id(each) not in self._seen
-            )
+            for key, each in place.then.items():
+                kind = type(each)
+                if kind in _KINDS or id(each) in self._seen:
+                    continue
+                if kind in _CAN_BE_EMPTY and not each:  # hooks, most of what there is
+                    self._seen.add(id(each))
+                    self._alive.append(each)
+                    self._empty.append((place, key, each))
+                else:
+                    yield place.name(key), each
 
     def _places_of(self, path: str, value: Any) -> Iterator[_Place]:
         """Yield the places where a value keeps others, those of a class with the first of it."""
@@ -108,9 +110,9 @@ class Held:
 
     def _filled(self) -> Iterator[_Place]:
         """The containers that held nothing and now do."""
-        for path, value in self._empty:
+        for holder, key, value in self._empty:
             if value:
-                for place in _places(path, value):
+                for place in _places(holder.name(key), value):
                     place.then = {}
                     yield place
 
