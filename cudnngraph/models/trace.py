@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -36,6 +37,7 @@ from ..ops.pooling import UPSAMPLE
 from . import finite, flex
 from .aliases import Aliases
 from .compiler import COMPILER, aside, is_there, saying
+from .known_forms import KnownForms, mapped
 
 _aten: Any = torch.ops.aten
 _log = logging.getLogger(__name__)
@@ -163,6 +165,7 @@ class Traced:
         self._aliases = Aliases(self._new)
         self._shapes: dict[int, MetaTensor] = {}  # of what has memory, by its id
         self._real: dict[int, tuple[str, torch.Tensor]] = {}  # what stands for a constant
+        self._known = KnownForms()
         self._alive: list[torch.Tensor] = []  # so that no other gets the id of one
         self._failed = False
         self._draws: list[torch.fx.Node] = []  # random numbers
@@ -328,7 +331,11 @@ class Traced:
                 and given["running_mean"] is not None
             ):
                 raise Untraceable(f"{op} changes its statistics")
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._without_memory, (args, kwargs))
+
+        def operand(leaf: Any) -> Any:
+            return self._without_memory(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        args, kwargs = mapped(operand, (args, kwargs))
         result, device = self._computed(op, args, kwargs)
         many = isinstance(result, (tuple, list))
         metas = list(result) if many else [result]
@@ -387,14 +394,16 @@ class Traced:
                 return leaf
             shape = leaf if isinstance(leaf, MetaTensor) else self._held("constant", leaf)
             devices.append(shape.device)
+            metas.append(shape.meta)
             return shape.meta
 
-        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        metas: list[torch.Tensor] = []
+        placed, named = mapped(form, (args, kwargs))
+        if not metas:
             return self._from_numbers(op, args, kwargs)
-        args, kwargs = pytree.tree_map(form, (args, kwargs))
         try:
             with _no_modes():
-                return forms.infer(op, *args, **kwargs), devices[0]
+                return self._known.infer(op, placed, named, metas), devices[0]
         except (RuntimeError, NotImplementedError) as error:
             if _OF_NUMBERS & {*op.tags}:
                 raise Asks(op, _line()) from error
@@ -413,7 +422,7 @@ class Traced:
         def operand(leaf: Any) -> Any:
             return self._operand(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-        args, kwargs = pytree.tree_map(operand, (args, kwargs))
+        args, kwargs = mapped(operand, (args, kwargs))
         if op in _OF_STRIDES:  # what is written anew may have others
             op = _aten.reshape.default
         node = self.graph.call_function(op, args, kwargs)
@@ -461,27 +470,34 @@ def _canonical(packet: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any,
     kwargs = {key: value for key, value in kwargs.items() if key != "return_indices"}
     if "default" not in packet.overloads():
         return args, kwargs
-    arguments = packet.default._schema.arguments
+    arguments, names, may_be_none, counts = _schema_of(packet)
     if len(args) > len(arguments):
         raise TypeError
-    may_be_none = {each.name for each in arguments if "Optional" in str(each.real_type)}
     kwargs = {k: v for k, v in kwargs.items() if v is not None or k in may_be_none}
-    counts = {each.name: each.N for each in arguments}
 
     def spread(name: str, value: Any) -> Any:
         """A list where Python also takes its only number."""
         return [value] * counts[name] if type(value) is int and counts.get(name) else value
 
-    given = dict(zip([each.name for each in arguments], args, strict=False))
-    given = {name: spread(name, value) for name, value in {**given, **kwargs}.items()}
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {name: spread(name, value) for name, value in given.items()}
     placed = []
-    for each in arguments:  # what comes first by place, without what is as it is anyway
-        if each.name not in given or each.kwarg_only:
+    for name, each in zip(names, arguments, strict=True):  # what comes first by place
+        if name not in given or each.kwarg_only:
             break
-        placed.append(given.pop(each.name))
+        placed.append(given.pop(name))
     while placed and _is_default(arguments[len(placed) - 1], placed[-1]) and not given:
         placed.pop()
     return tuple(placed), given
+
+
+@cache
+def _schema_of(packet: Any) -> tuple[list[Any], list[str], set[str], dict[str, Any]]:
+    """The arguments of an op, their names, those that may be None, and lengths of lists."""
+    arguments = list(packet.default._schema.arguments)
+    names = [each.name for each in arguments]
+    may_be_none = {each.name for each in arguments if "Optional" in str(each.real_type)}
+    return arguments, names, may_be_none, {each.name: each.N for each in arguments}
 
 
 def _is_default(argument: Any, value: Any) -> bool:
