@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -22,9 +22,13 @@ from ..policy import SEARCH_FIELDS, Policy
 from . import versions
 from .spec import ALIGNMENT_BYTES, GraphSpec, TensorSpec, once
 
+_AS_THEY_ARE = frozenset({int, str, bool, type(None)})
+
 
 def encode(value: Any) -> Any:
     """The canonical JSON form of one value of a component."""
+    if type(value) in _AS_THEY_ARE:  # most of a graph
+        return value
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -106,12 +110,20 @@ def graph_key(
             {key: alignment.get(name, ALIGNMENT_BYTES) for key, name in by_id.items()},
         ),
     ]
-    parts += [
-        (f"policy.{f.name}", getattr(policy, f.name))
+    components = tuple((name, json.dumps(encode(value))) for name, value in parts)
+    return Key(components + _of_policy(policy))
+
+
+@lru_cache(maxsize=64)  # the steps of a graph have one
+def _of_policy(policy: Policy) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (f"policy.{f.name}", json.dumps(encode(getattr(policy, f.name))))
         for f in fields(policy)
         if f.name not in SEARCH_FIELDS
-    ]
-    return Key(tuple((name, json.dumps(encode(value))) for name, value in parts))
+    )
+
+
+_OF_STEPS = Policy(allow_tf32=False)
 
 
 def step_digest(spec: GraphSpec) -> str:
@@ -121,7 +133,7 @@ def step_digest(spec: GraphSpec) -> str:
 
 def _step_digest(spec: GraphSpec) -> str:
     try:
-        return graph_key(spec, Policy(allow_tf32=False)).digest
+        return graph_key(spec, _OF_STEPS).digest
     except UnkeyableError:  # the -inf of a converted mask: nothing is like it
         return str(id(spec))
 
