@@ -8,14 +8,15 @@ declaration and not on names.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
 _T = TypeVar("_T")
+_Port = TypeVar("_Port", str, str | None)
 Attribute = Any  # None, bool, int, float, str, or nested tuples of these
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
@@ -209,17 +210,25 @@ class TensorSpec:
 
     def layout(self) -> str:
         """``contiguous``, ``channels_last``, or the strides written out."""
-        if is_contiguous(self.shape, self.stride):
-            return "contiguous"
-        if is_channels_last(self.shape, self.stride):
-            return "channels_last"
-        return f"stride={self.stride}"
+        return _layout(self.shape, self.stride)
 
     def __str__(self) -> str:
-        dtype = DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch."))
-        layout = self.layout()
-        dims = ", ".join(map(str, self.shape))
-        return f"{dtype}[{dims}]" + ("" if layout == "contiguous" else f" {layout}")
+        return _type(self.shape, self.stride, self.dtype)
+
+
+def _layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> str:
+    if is_contiguous(shape, stride):
+        return "contiguous"
+    if is_channels_last(shape, stride):
+        return "channels_last"
+    return f"stride={stride}"
+
+
+@lru_cache(maxsize=4096)  # a record names the types of each step, of which few are different
+def _type(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> str:
+    name = DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    layout, dims = _layout(shape, stride), ", ".join(map(str, shape))
+    return f"{name}[{dims}]" + ("" if layout == "contiguous" else f" {layout}")
 
 
 @dataclass(frozen=True)
@@ -257,7 +266,7 @@ def _names(ports: tuple[str | None, ...]) -> tuple[str, ...]:
     """The names at ports; most have one at each, and passes over a graph ask for them often."""
     if None in ports:
         return tuple(name for name in ports if name is not None)
-    return cast(tuple[str, ...], ports)
+    return ports  # type: ignore[return-value]
 
 
 def canonical_order(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
@@ -339,25 +348,23 @@ class GraphSpec:
     def rename(self, tensors: Mapping[str, str]) -> GraphSpec:
         """The same graph with other names of tensors; names that are not in the map stay."""
 
-        def new(name: str | None) -> str | None:
-            return None if name is None else tensors.get(name, name)
+        def new(names: tuple[_Port, ...]) -> tuple[_Port, ...]:
+            return tuple([name if name is None else tensors.get(name, name) for name in names])
 
-        return replace(
-            self,
-            tensors={
-                tensors.get(name, name): replace(spec, name=tensors.get(name, name))
-                for name, spec in self.tensors.items()
-            },
-            nodes=tuple(
-                replace(
-                    node,
-                    inputs=tuple(new(name) for name in node.inputs),
-                    outputs=tuple(new(name) for name in node.outputs),
-                )
+        forms = {}
+        for old, form in self.tensors.items():
+            name = tensors.get(old, old)
+            forms[name] = TensorSpec(name, form.shape, form.stride, form.dtype)
+        return GraphSpec(
+            self.name,
+            forms,
+            tuple(
+                Node(node.op, node.name, new(node.inputs), new(node.outputs), node.attrs)
                 for node in self.nodes
             ),
-            inputs=tuple(tensors.get(name, name) for name in self.inputs),
-            outputs=tuple(tensors.get(name, name) for name in self.outputs),
+            new(self.inputs),
+            new(self.outputs),
+            self.compute_dtype,
         )
 
     def subgraph(self, name: str, nodes: Sequence[Node], outputs: Sequence[str]) -> GraphSpec:
