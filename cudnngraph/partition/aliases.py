@@ -57,10 +57,11 @@ class Aliases:
 def aliases(steps: Sequence[Made], bound: Collection[str]) -> Aliases:
     """Find results of ``steps`` that lie in another tensor; the caller owns ``bound``."""
     nodes = {number: step.node for number, step in enumerate(steps) if step.node is not None}
+    bound = frozenset(bound)
     views = {
         number: _view(steps[number].tensors, node)
         for number, node in nodes.items()
-        if not set(steps[number].outputs) & set(bound) and is_view(steps[number].tensors, node)
+        if bound.isdisjoint(steps[number].outputs) and is_view(steps[number].tensors, node)
     }
     own = {
         name: step.tensors[name]

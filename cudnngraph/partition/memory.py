@@ -38,25 +38,20 @@ def assign_offsets(needs: Sequence[Lifetime]) -> tuple[list[int], int]:
     multiples of :data:`SUBALLOCATION_BYTES`.
     """
     offsets = [0] * len(needs)
-    placed: list[int] = []
+    placed: list[tuple[int, int, int, int]] = []  # from step to step, from byte to byte
     total = 0
     for index in sorted(range(len(needs)), key=lambda i: -needs[i].size_bytes):
-        need = needs[index]
-        if not need.size_bytes:
+        size, first, last = needs[index].size_bytes, needs[index].first, needs[index].last
+        if not size:
             continue
-        beside = sorted(
-            (offsets[other], offsets[other] + needs[other].size_bytes)
-            for other in placed
-            if needs[other].first <= need.last and need.first <= needs[other].last
-        )
         offset = 0
-        for start, stop in beside:
-            if offset + need.size_bytes <= start:
+        for start, stop in sorted([(a, b) for x, y, a, b in placed if x <= last and first <= y]):
+            if offset + size <= start:
                 break
             offset = max(offset, round_up(stop, SUBALLOCATION_BYTES))
         offsets[index] = offset
-        placed.append(index)
-        total = max(total, offset + need.size_bytes)
+        placed.append((first, last, offset, offset + size))
+        total = max(total, offset + size)
     return offsets, total
 
 
