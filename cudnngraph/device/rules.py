@@ -651,6 +651,8 @@ def known(data: Any, stages: tuple[Stage, ...]) -> Values:
     """Values as stored data names them; ValueError if a search of these stages tries no such."""
     if not isinstance(data, Mapping):
         raise ValueError("no thresholds by name")
+    if not data:
+        return ()
     tried = {each.name: each.metadata for each in fields(DeviceRules)}
     found: list[tuple[str, Any]] = []
     for name, value in data.items():
