@@ -7,6 +7,7 @@ imports torch's compiler, which takes a second: here are those of the ops that m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,10 +30,16 @@ RESHAPES = (
 
 def bind_arguments(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of an op by name."""
+    names, defaults = _schema_of(op)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+@cache
+def _schema_of(op: Any) -> tuple[list[str], dict[str, Any]]:
+    """The names of an op's arguments, and the values of those that may be left out."""
     arguments = op._schema.arguments
-    known = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    known.update(zip([each.name for each in arguments], args, strict=False))
-    return {**known, **kwargs}
+    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    return [each.name for each in arguments], defaults
 
 
 def op_name(node: Any) -> str:
