@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -644,14 +644,18 @@ class Importer:
         return CannotImport(f"{self.name} is no single graph: {self.node.target}{at}: {why}")
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-    else:
-        yield value
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if not isinstance(value, (tuple, list)):
+        return [value]
+    found: list[Any] = []
+    for item in value:
+        if isinstance(item, (tuple, list, dict)):
+            found += _leaves(item)
+        else:
+            found.append(item)
+    return found
 
 
 def _stated(op: Any, seen: Any, given: Arguments, *, known: bool) -> Any:

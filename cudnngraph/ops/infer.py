@@ -172,9 +172,10 @@ def check_whole(
             )
         seen.setdefault(value, name)
     if outputs:
+        used = {*reached, *seen}
         problems += [
             Problem(f"input '{name}'", "is not used by any output", "every input used", "remove it")
             for name in inputs
-            if name not in reached and name not in seen
+            if name not in used
         ]
     return problems
