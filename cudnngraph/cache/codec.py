@@ -289,17 +289,36 @@ def _verified(data: Any) -> Verified | None:
     return replace(found, also=tuple(found.also)) if number and whole else None
 
 
+_AGAIN = 1 << 63  # in place of a length: the plan is that of an earlier step, whose place follows
+
+
 def pack(plans: Sequence[Plan | None]) -> bytes:
-    """The serialized plans of a selection, one after the other, each behind its length."""
-    parts = [b"" if plan is None else plan.serialize() for plan in plans]
-    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    """The serialized plans of a selection, one after the other, each behind its length; a plan that
+    an earlier step has is there once."""
+    texts: dict[int, bytes] = {}  # by the plans' ids: equal steps share one
+    first: dict[bytes, int] = {}
+    parts: list[bytes] = []
+    for number, plan in enumerate(plans):
+        if plan is not None and id(plan) not in texts:
+            texts[id(plan)] = plan.serialize()
+        part = b"" if plan is None else texts[id(plan)]
+        earlier = first.setdefault(part, number)
+        again = part and earlier != number
+        parts.append((_AGAIN | earlier if again else len(part)).to_bytes(8, "little"))
+        parts.append(b"" if again else part)
+    return b"".join(parts)
 
 
 def unpack(blob: bytes, count: int) -> list[bytes]:
     """The parts of what :func:`pack` made of ``count`` plans. Raises ValueError when it is not."""
-    parts, place = [], 0
-    for _ in range(count):
+    parts: list[bytes] = []
+    place = 0
+    for number in range(count):
         size = int.from_bytes(blob[place : place + 8], "little")
+        if len(blob) >= place + 8 and size & _AGAIN and size ^ _AGAIN < number:
+            parts.append(parts[size ^ _AGAIN])
+            place += 8
+            continue
         part = blob[place + 8 : place + 8 + size]
         if len(blob) < place + 8 or len(part) != size:
             raise ValueError("the serialized plans are cut short")

@@ -359,6 +359,35 @@ def test_what_is_packed_is_unpacked(parts: list[bytes]) -> None:
     assert unpack(packed(parts), len(parts)) == parts
 
 
+def test_equal_plans_are_kept_once() -> None:
+    class Counted(Bytes):
+        calls = 0
+
+        def serialize(self) -> bytes:
+            self.calls += 1
+            return super().serialize()
+
+    text = b"p" * 1000
+    shared = Counted(text)
+    blob = pack([shared, None, Bytes(b"other"), shared, Bytes(text)])  # type: ignore[list-item]
+    assert unpack(blob, 5) == [text, b"", b"other", text, text]
+    assert shared.calls == 1
+    assert len(blob) == 5 * 8 + 1000 + len(b"other")
+
+
+def test_a_blob_of_an_older_program_is_unpacked() -> None:
+    parts = [b"one", b"", b"one"]
+    older = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    assert unpack(older, 3) == parts
+
+
+@pytest.mark.parametrize("place", [1, 2, 5])
+def test_a_plan_that_comes_again_has_come_before(place: int) -> None:
+    blob = packed([b"one"]) + (1 << 63 | place).to_bytes(8, "little")
+    with pytest.raises(ValueError, match="cut short"):
+        unpack(blob, 2)
+
+
 def test_a_torch_step_takes_an_empty_place() -> None:
     blob = pack([None, Bytes(b"plan"), None])  # type: ignore[list-item]
     assert unpack(blob, 3) == [b"", b"plan", b""]
