@@ -109,6 +109,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
         ),
         [16, 8, 8],
     ),
+    "frames": (
+        lambda: nn.Sequential(
+            *(conv(8, 18), nn.ZeroPad2d((0, 1, 2, 3)), conv(18, 20)),
+            *(nn.ReflectionPad2d(2), nn.ReLU(), nn.ConstantPad2d(1, 2.0), conv(20, 8)),
+        ),
+        [24, 24, 8],
+    ),
     "scaled by channels": (
         lambda: Of(
             lambda m, x: m.b(m.a(x) * torch.arange(18.0).half().view(18, 1, 1).to(x.dtype)),
@@ -141,6 +148,20 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     ),
     # What follows has something that takes the channels as they are.
     "a result": (lambda: nn.Sequential(conv(8, 8), conv(8, 21)), [8, 21]),
+    "channels around": (
+        lambda: Of(
+            lambda m, x: m.b(F.pad(m.a(x), (0, 0, 0, 0, 1, 1))),
+            **parts(conv(8, 18), conv(20, 8)),
+        ),
+        [18, 8],
+    ),
+    "an infinite frame": (
+        lambda: Of(
+            lambda m, x: m.b(F.max_pool2d(F.pad(m.a(x), (1, 1, 1, 1), value=-torch.inf), 3)),
+            **parts(conv(8, 18), conv(18, 8)),
+        ),
+        [18, 8],
+    ),
     "over channels": (
         lambda: nn.Sequential(conv(8, 18), nn.Softmax2d(), conv(18, 8)),
         [18, 8],
