@@ -35,6 +35,7 @@ from .ways import WAYS
 ROOT = Path(__file__).resolve().parents[3]
 TAIL = 300  # characters of what a process wrote that are told if it died
 POLL_S = 0.05
+NO_MEMORY = "OutOfMemoryError"
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,21 @@ class Zoo:
             self._wait_for(process)
         for entry, row, process in ready:
             self._timed(entry, row, process, len(ready))
+        for entry, row, _ in ready:
+            if len(ready) > 1 and _lacks_memory(row):
+                self._alone(entry, row)
+
+    def _alone(self, entry: Entry, row: Row) -> None:
+        """Time a model once more that had too little memory beside others."""
+        row["status"] = "begun"
+        for way in row["ways"].values():
+            if NO_MEMORY in way.get("error", ""):
+                del way["error"]
+        process = self._timing(entry, row)
+        if process is not None:
+            process.go()
+            self._wait_for(process)
+            self._timed(entry, row, process, 1)
 
     def _row(self, entry: Entry) -> Row:
         """The row of a model that is to be measured; of an earlier run its cold starts stay."""
@@ -408,6 +424,11 @@ class Process:
             lines = self._log.read_text(errors="replace").strip().splitlines()
             return lines[-1][-TAIL:] if lines else ""
         return ""
+
+
+def _lacks_memory(row: Row) -> bool:
+    errors = (row, *row["ways"].values())
+    return any(NO_MEMORY in each.get("error", "") for each in errors)
 
 
 def _error(row: Row, name: str) -> str:

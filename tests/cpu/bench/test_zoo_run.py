@@ -242,6 +242,29 @@ def test_a_way_that_ends_the_timing_is_left_out_of_the_next(
     assert "us" not in row["ways"]["reduce-overhead"]
 
 
+@pytest.mark.parametrize("guilty", ["", "eager"])
+def test_a_model_without_memory_beside_others_is_timed_once_more_alone(
+    guilty: str, tmp_path: Path, faked: type[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = {"error": "OutOfMemoryError: tried to allocate 4 GiB", "guilty": guilty}
+    faked.bad = {("timed", "second", "eager"): fails}
+    ended: list[str] = []
+    waits = Fake.wait
+
+    def wait(self: Fake, limit_s: float) -> dict[str, Any]:
+        if self.job.kind == "timed":
+            ended.append(self.job.entry)
+            faked.bad = {} if len(ended) > 2 else faked.bad  # when no other is there
+        return waits(self, limit_s)
+
+    monkeypatch.setattr(Fake, "wait", wait)
+    zoo = made(tmp_path, device="cuda", ways=("eager", "heuristic"), jobs=2)
+    assert zoo.run(RIGHT)
+    row = zoo.results.rows["second"]
+    assert row["status"] == "done" and "error" not in row
+    assert row["ways"]["eager"]["us"] == 100.0 and ended == ["first", "second", *ended[2:]]
+
+
 def test_a_model_without_any_way_of_ours_is_not_timed(tmp_path: Path, faked: type[Fake]) -> None:
     faked.bad = {("cold", "first", "heuristic"): {"error": "CannotImport: x"}}
     zoo = made(tmp_path, device="cuda", ways=("eager", "reduce-overhead", "heuristic"))
