@@ -1,5 +1,6 @@
 """Rewrites of a graph before it is cut into steps.
 
+- GELU and SiLU that are written out become these ops.
 - Boolean attention masks become additive ones, since cuDNN has no others; their rows are aligned.
 - 16-bit sums become float32 sums and a cast.
 - Reshapes, transposes and slices become views if memory allows, and move behind the epilogues of
@@ -19,6 +20,7 @@ from ..policy import Policy
 from .annotate import annotate
 from .concat import concat_before_views, concat_in_place
 from .conv_slices import dense_slices
+from .known_functions import name_functions
 from .masks import align_masks, bool_masks_to_additive
 from .packed import insert_ragged_offsets, match_gradient_strides
 from .pointwise_layout import lay_pointwise
@@ -43,12 +45,13 @@ def legalize(spec: GraphSpec, policy: Policy, instead: Values = ()) -> GraphSpec
 
 
 def prepared(spec: GraphSpec) -> GraphSpec:
-    """The graph that is cut: numeric and aligned masks, float32 sums, views and slices for what
-    needs no copy, views behind what a product's plan may do, results of pointwise ops as their
-    operands lie, gradients of resizing dim by dim, and the strides and the offsets of packed
-    sequences.
+    """The graph that is cut: functions by their names, numeric and aligned masks, float32 sums,
+    views and slices for what needs no copy, views behind what a product's plan may do, results of
+    pointwise ops as their operands lie, gradients of resizing dim by dim, and the strides and the
+    offsets of packed sequences.
     """
-    seen = align_masks(alias_views(float32_reductions(bool_masks_to_additive(spec))))
+    named = name_functions(spec)
+    seen = align_masks(alias_views(float32_reductions(bool_masks_to_additive(named))))
     seen = lay_rows(seen)
     seen = lay_pointwise(resize_dim_by_dim(concat_before_views(seen)))
     made = concat_in_place(lay_batches(sink_views(propagate_row_layout(dense_slices(seen)))))
