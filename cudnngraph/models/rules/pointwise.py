@@ -92,9 +92,10 @@ def _rsub(c: Importer, a: Arguments) -> Value:
 
 
 def _pow(c: Importer, a: Arguments) -> Value:
-    if isinstance(a["exponent"], (int, float)) and a["exponent"] == 2:
+    if isinstance(a["exponent"], (int, float)) and a["exponent"] in (2, 3):  # as torch does
         x = c.value(a["self"])
-        return c.g.mul(x, x)
+        square = c.g.mul(x, x)
+        return square if a["exponent"] == 2 else c.g.mul(square, x)
     return _two("pow")(c, a)  # type: ignore[no-any-return]
 
 

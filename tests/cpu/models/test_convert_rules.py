@@ -54,7 +54,7 @@ POINTWISE: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "roots": (lambda m, x: x.square().add(1).rsqrt() + (x * x + 1).sqrt(), None),
     "erf_reciprocal": (lambda m, x: torch.erf(x) + (x * x + 2).reciprocal(), None),
     "square": (lambda m, x: x**2, ["mul"]),
-    "cube": (lambda m, x: x.abs() ** 3, ["abs", "pow"]),
+    "cube": (lambda m, x: x.abs() ** 3, ["abs", "mul", "mul"]),
     "alpha": (lambda m, x: torch.add(x, x.neg(), alpha=0.5), ["neg", "mul", "add"]),
     "sub_alpha": (lambda m, x: torch.sub(x, x.tanh(), alpha=2), ["tanh", "mul", "sub"]),
     "rsub": (lambda m, x: 2.0 - x, ["sub"]),
