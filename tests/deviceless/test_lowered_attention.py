@@ -186,3 +186,16 @@ def test_a_deterministic_gradient_of_attention_has_plans_of_its_own(kind: str) -
         assert step.runs_on == "cuDNN", step.refusals
         needs.append({plan.workspace_bytes for plan in step.plans})
     assert needs[0].isdisjoint(needs[1])
+
+
+@pytest.mark.usefixtures("driver")
+def test_what_is_written_across_rows_is_no_part_of_causal_attention() -> None:
+    """cuDNN 9.19 crashes as it looks for such a plan."""
+    shape = (2, 4, 64, 64)
+    g = cg.Graph("across")
+    q, k, v = (g.input(name, shape, torch.float16) for name in "qkv")
+    g.output("y", g.relu(g.sdpa(q, k, v, is_causal=True)), stride=(4 * 64 * 64, 64 * 64, 1, 64))
+    with pytest.raises(cg.NotSupported, match="'y' lies across the rows of attention"):
+        propose_for(g.spec(), TARGET)
+    runs = {step.ops: step.runs_on for step in cg.explain(g, TARGET).steps}
+    assert runs["sdpa",] == "cuDNN"

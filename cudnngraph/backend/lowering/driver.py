@@ -62,6 +62,7 @@ from .pointwise import (
 )
 from .refusals import (
     REFUSALS,
+    check_beside_attention,
     check_beside_convolutions,
     check_beside_norms,
     check_beside_products,
@@ -219,6 +220,7 @@ def _lowered(spec: GraphSpec, frontend: Any, graph_options: dict[str, Any]) -> L
                     refuse(None, node)
         ctx = Context(frontend, graph, spec, view_of(spec))
         check_beside_norms(spec, ctx.view)
+        check_beside_attention(spec)
         for uid, name in enumerate(spec.inputs, 1):
             dims, strides = ctx.view.dims(*cudnn_dims(spec, name))
             kind = spec.tensors[name].dtype

@@ -98,6 +98,19 @@ def _check_beside_rows(spec: GraphSpec, fused: Sequence[Node]) -> None:
             raise Refused(f"{node.op} beside a norm: cuDNN does not take it, or crashes")
 
 
+def check_beside_attention(spec: GraphSpec) -> None:
+    """Refuse pointwise ops behind attention that write across its rows.
+
+    If the attention is causal, cuDNN 9.19 crashes as it looks for plans.
+    """
+    if len(spec.nodes) < 2 or not any(OPS[node.op].has("attention") for node in spec.nodes):
+        return
+    for name in (node.results[0] for node in spec.nodes if OPS[node.op].pointwise):
+        made = spec.tensors[name]
+        if name in spec.outputs and made.shape and made.stride[-1] != 1 < made.shape[-1]:
+            raise Refused(f"'{name}' lies across the rows of attention, where cuDNN crashes")
+
+
 def _check_behind_batch_norm(spec: GraphSpec, fused: Sequence[Node]) -> None:
     """Refuse operands behind a batch norm unless they have the images' shape and layout.
 
