@@ -2,8 +2,8 @@
 
 A result lies as its first operand does. So what is computed of a transposed image is transposed
 too, and so is every sum behind it: a residual stream to the last layer. Its first op can read
-against the order of memory once, in the place of every op that reads rows. In the same way what is
-cast for a matmul of torch's is written batch by batch, as torch would copy it.
+against the order of memory once, in the place of every op that reads rows. In the same way what
+batches of matmuls read is written batch by batch, as torch would copy it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from ..ir.spec import (
     numel,
     view_strides,
 )
+from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
 from ..ops.views import order_of
+from ..partition.analysis import CutGraph
 from .row_layout import copied_elements
 from .views import alias_views
 
@@ -95,28 +97,88 @@ def _against_order(spec: GraphSpec) -> int:
 
 
 def lay_batches(spec: GraphSpec) -> GraphSpec:
-    """The graph with casts to float32 batch by batch, where a matmul reads them whose batch dims
-    are not one in memory: cuDNN has no such plan without TF32, and torch copies its operands."""
-    made = {node.results[0]: node for node in spec.nodes}
+    """The graph in which matmuls read batch by batch what else torch would copy for them.
+
+    cuDNN has no plan for batch dims that are not one in memory; without TF32 it has none for
+    float32 either way. What is cast to float32 for a matmul is written so. Of 16-bit data, so is
+    what pointwise ops and norms make for matmuls alone, and the rest is copied.
+    """
+    graph = CutGraph(spec)
     told = _told(spec)
     laid: dict[str, TensorSpec] = {}
+    copies: dict[str, TensorSpec] = {}
     for node in spec.nodes:
-        for name in node.operands if node.op == "matmul" else ():
+        matrices = any(len(spec.tensors[name].shape) < 3 for name in node.operands)
+        for name in node.operands if node.op == "matmul" and not matrices else ():
             read = spec.tensors[name]
             if _one_batch(read):
                 continue
-            rank = len(read.shape)
-            rows = [d for d in memory_order(read.shape, read.stride) if d >= rank - 2]
-            order = [*range(rank - 2), *rows]
-            while name in made and (dims := order_of(made[name], rank)) is not None:
-                order = [dims[dim] for dim in order]
-                name = made[name].operands[0]
-            form = spec.tensors[name]
-            widens = name in made and made[name].op == "cast" and name not in told
-            widens = widens and made[name].attr("dtype") == "float32"
-            if widens and is_dense(form.shape, form.stride):
-                laid[name] = replace(form, stride=dense_strides(form.shape, order))
-    return alias_views(replace(spec, tensors={**spec.tensors, **laid})) if laid else spec
+            source, order = _behind_permutes(graph, name)
+            form, by = spec.tensors[source], graph.producer.get(source)
+            movable = by is not None and source not in told and is_dense(form.shape, form.stride)
+            narrow = graph.crossing(name).dtype in LOW_PRECISION
+            if narrow and not _one_batch(spec.tensors[node.results[0]]):
+                continue  # torch copies in any case
+            if movable and by is not None and _is_made_for_matmuls(graph, by, narrow=narrow):
+                laid[source] = replace(form, stride=dense_strides(form.shape, order))
+            elif narrow:
+                stride = dense_strides(read.shape, _by_batches(read))
+                copies[name] = replace(read, name=f"{name}_batches", stride=stride)
+    if not laid and not copies:
+        return spec
+    tensors = {**spec.tensors, **laid, **{each.name: each for each in copies.values()}}
+    nodes: list[Node] = []
+    pending = dict(copies)
+    for node in spec.nodes:
+        if node.op == "matmul":
+            for name in node.operands:
+                if name in pending:
+                    made = pending.pop(name).name
+                    nodes.append(Node("identity", made, (name,), (made,)))
+            names = (copies[x].name if x in copies else x for x in node.operands)
+            node = replace(node, inputs=tuple(names))
+        nodes.append(node)
+    return alias_views(replace(spec, tensors=tensors, nodes=tuple(nodes)))
+
+
+def _by_batches(tensor: TensorSpec) -> tuple[int, ...]:
+    """The dims of matrices from slowest to fastest, if they lay batch by batch."""
+    rank = len(tensor.shape)
+    rows = [dim for dim in memory_order(tensor.shape, tensor.stride) if dim >= rank - 2]
+    return (*range(rank - 2), *rows)
+
+
+def _behind_permutes(graph: CutGraph, name: str) -> tuple[str, tuple[int, ...]]:
+    """What a tensor is a permutation of, and the order in memory that has it batch by batch."""
+    order = _by_batches(graph.spec.tensors[name])
+    while (by := graph.producer.get(name)) is not None:
+        dims = order_of(by, len(order))
+        if dims is None:
+            break
+        order = tuple(dims[dim] for dim in order)
+        name = by.operands[0]
+    return name, order
+
+
+def _is_made_for_matmuls(graph: CutGraph, by: Node, *, narrow: bool) -> bool:
+    """Whether a node may write its result batch by batch.
+
+    Of 16-bit data what matmuls alone read; else what is cast to float32.
+    """
+    if not narrow:
+        return by.op == "cast" and by.attr("dtype") == "float32"
+    row = OPS[by.op]
+    makes = (row.pointwise and by.op != "identity") or row.has("row_norm")
+    return makes and len(by.results) == 1 and _feeds_matmuls_alone(graph, by.results[0])
+
+
+def _feeds_matmuls_alone(graph: CutGraph, name: str) -> bool:
+    rank = len(graph.spec.tensors[name].shape)
+    return all(
+        node.op == "matmul"
+        or (order_of(node, rank) is not None and _feeds_matmuls_alone(graph, node.results[0]))
+        for node in graph.readers.get(name, ())
+    )
 
 
 def _one_batch(tensor: TensorSpec) -> bool:

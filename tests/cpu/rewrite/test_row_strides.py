@@ -180,9 +180,29 @@ def test_casts_for_products_of_batches_lie_batch_by_batch() -> None:
         same_numbers(spec, laid)
 
 
-def test_products_of_16_bits_and_outputs_keep_their_strides() -> None:
+def test_what_16_bit_products_alone_read_lies_batch_by_batch_and_the_rest_is_copied() -> None:
+    g = cg.Graph("channels")
+    form = {"dtype": F16, "stride": (T * 3 * C, C, 1, 3 * C)}
+    q, k, v = (g.input(name, (B, 3, C, T), **form) for name in "qkv")
+    q, k = g.normalize(q), g.relu(k)
+    g.output("o", g.matmul(g.matmul(q, g.transpose(k, 2, 3)), v))
+    g.output("k_too", g.reduction(k, 3))  # a reader to which the layout matters too
+    spec = canonical(g.spec())
+    laid = lay_batches(alias_views(spec))
+    assert batches(laid) == [True] * 4
+    moved = [node.operands[0] for node in laid.nodes if node.op == "identity"]
+    made = {node.results[0]: node.op for node in laid.nodes}
+    assert [made.get(name, "input") for name in moved] == ["transpose", "input"]
+    assert lay_batches(laid) is laid
+    same_numbers(spec, laid)
+
+
+def test_casts_of_16_bits_lie_batch_by_batch_and_outputs_keep_their_strides() -> None:
     spec = alias_views(attention(dtype=torch.bfloat16))
-    assert lay_batches(spec) is spec
+    laid = lay_batches(spec)
+    assert batches(laid) == [True] * 4
+    assert [node.op for node in laid.nodes] == [node.op for node in spec.nodes]
+    same_numbers(spec, laid)
     spec = alias_views(attention(seen=True))
     laid = lay_batches(spec)
     assert laid.tensors[laid.outputs[1]] == spec.tensors[spec.outputs[1]]
