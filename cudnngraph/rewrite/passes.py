@@ -2,6 +2,7 @@
 
 - GELU and SiLU that are written out become these ops.
 - Boolean attention masks become additive ones, since cuDNN has no others; their rows are aligned.
+- Attention that no engine of cuDNN's reads as it lies is copied to rows, or becomes two matmuls.
 - 16-bit sums become float32 sums and a cast.
 - Reshapes, transposes and slices become views if memory allows, and move behind the epilogues of
   matmuls.
@@ -18,6 +19,7 @@ from ..device.rules import Values, following
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from .annotate import annotate
+from .attention import attention_with_engines
 from .concat import concat_before_views, concat_in_place
 from .conv_slices import dense_slices
 from .known_functions import name_functions
@@ -45,14 +47,14 @@ def legalize(spec: GraphSpec, policy: Policy, instead: Values = ()) -> GraphSpec
 
 
 def prepared(spec: GraphSpec) -> GraphSpec:
-    """The graph that is cut: functions by their names, numeric and aligned masks, float32 sums,
-    views and slices for what needs no copy, views behind what a product's plan may do, results of
-    pointwise ops as their operands lie, gradients of resizing dim by dim, and the strides and the
-    offsets of packed sequences.
+    """The graph that is cut: functions by their names, numeric and aligned masks, attention in rows
+    or as products, float32 sums, views and slices for what needs no copy, views behind what a
+    product's plan may do, results of pointwise ops as their operands lie, gradients of resizing dim
+    by dim, and the strides and the offsets of packed sequences.
     """
     named = name_functions(spec)
-    seen = align_masks(alias_views(float32_reductions(bool_masks_to_additive(named))))
-    seen = lay_rows(seen)
+    seen = alias_views(float32_reductions(bool_masks_to_additive(named)))
+    seen = lay_rows(align_masks(attention_with_engines(seen)))
     seen = lay_pointwise(resize_dim_by_dim(concat_before_views(seen)))
     made = concat_in_place(lay_batches(sink_views(propagate_row_layout(dense_slices(seen)))))
     return insert_ragged_offsets(match_gradient_strides(made))
