@@ -233,3 +233,31 @@ NETS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "vit": lambda: (models.ViT(16, 8, 64, 2, 10), image(2, 3, 16, 16)),
     "convnext": lambda: (models.ConvNeXt((8, 16), (1, 1), 10), image(2, 3, 32, 32)),
 }
+
+
+class ChannelAttention(nn.Module):
+    """Attention of tokens (B, S, C) over their channels: by cosines and a temperature for each
+    head as XCiT and EdgeNeXt have it, else as DaViT has it; by torch's attention if ``fused``."""
+
+    def __init__(self, heads: int, width: int, *, cosines: bool, fused: bool = False) -> None:
+        super().__init__()
+        self.heads, self.width, self.cosines, self.fused = heads, width, cosines, fused
+        self.temperature = nn.Parameter(torch.linspace(0.5, 4.0, heads).view(heads, 1, 1))
+        features = heads * width
+        self.qkv, self.out = nn.Linear(features, 3 * features), nn.Linear(features, features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, tokens, 3, self.heads, self.width)
+        q, k, v = qkv.permute(2, 0, 3, 4, 1).unbind(0)
+        if self.cosines:
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        else:
+            q = q * tokens**-0.5
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+        else:
+            scores = q @ k.transpose(-2, -1)
+            y = (scores * self.temperature if self.cosines else scores).softmax(-1) @ v
+        z: torch.Tensor = self.out(y.permute(0, 3, 1, 2).reshape(x.shape))
+        return z

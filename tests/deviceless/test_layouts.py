@@ -14,6 +14,7 @@ from cudnngraph.explain.offline import PlannedStep
 from cudnngraph.models import export
 from cudnngraph.models.convert import convert
 from tests.cpu.rewrite.test_row_strides import Encoder
+from tests.models import ChannelAttention
 
 pytestmark = pytest.mark.generated
 
@@ -130,3 +131,34 @@ def test_products_in_float32_of_heads_copy_nothing(driver: None) -> None:
         for form in (spec.tensors[name] for name in (*spec.inputs, *spec.outputs)):
             assert form.dtype == torch.float32
             assert form.stride[0] == form.stride[1] * form.shape[1]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("cosines", [False, True])
+def test_attention_over_channels_is_products_and_kernels(
+    cosines: bool, fused: bool, driver: None
+) -> None:
+    """196 pixels are no head dim of cuDNN's attention, and lie across those of a head."""
+    steps = planned(ChannelAttention(4, 48, cosines=cosines, fused=fused), 8, 196, 192)
+    assert {step.runs_on for step in steps} == {"cuDNN", "kernel"}
+    found = kinds(steps)
+    assert found.total() == 8, found
+    assert sum(count for kind, count in found.items() if kind.startswith("matmul")) == 4
+    assert sum(count for kind, count in found.items() if "softmax" in kind) == 1
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("width", [36, 196, 320, 512])
+def test_attention_of_any_head_dim_has_no_torch_step(
+    width: int, across: bool, driver: None
+) -> None:
+    for length in (48, 2048):
+        stride = (4 * length * width, length * width, 1, length) if across else None
+        g = cg.Graph("wide")
+        shape = (2, 4, length, width)
+        q, k, v = (g.input(name, shape, torch.float16, stride=stride) for name in "qkv")
+        g.output("y", g.sdpa(q, k, v))
+        steps = [step for step in cg.explain(g).steps if not set(step.ops) <= VIEWS - {"slice"}]
+        assert {step.runs_on for step in steps} <= {"cuDNN", "kernel"}, [s.ops for s in steps]
+        products = any("softmax" in step.ops for step in steps)
+        assert products == (length == 48 and (across or width % 8 > 0))

@@ -19,6 +19,7 @@ from ...ir.spec import (
     odd_rows,
 )
 from ...ops.base import LOW_PRECISION
+from ...rewrite.attention import has_few_scores, is_in_rows, transposed
 from ..bands import Band, band_of
 from ..patterns import LEAST, AttentionMatch, Term, match_attention, unrepeated_heads
 from .base import Arguments, Rule, Skip, reads
@@ -61,6 +62,8 @@ def _attention(c: Importer, found: AttentionMatch) -> Value | None:
         return None
     q, k, v = (x if x.shape[:-2] == batch else c.g.reshape(x, (*batch, *x.shape[-2:])) for x in qkv)
     if q.dtype not in LOW_PRECISION or any(x.dtype != q.dtype for x in (k, v)):
+        return None
+    if c.on_gpu and _is_best_written(q, k, v, found.key_transposed):
         return None
 
     def heads(x: Any) -> Any:
@@ -144,6 +147,18 @@ def _attention(c: Importer, found: AttentionMatch) -> Value | None:
     y = _attend(c, (heads(q), heads(k), heads(v)), total, causal=causal, **options)
     wanted = tuple(c.node.meta["val"].shape)
     return y if y.shape == wanted else c.g.reshape(y, wanted)
+
+
+def _is_best_written(q: Value, k: Value, v: Value, key_transposed: bool) -> bool:
+    """Whether attention is better left as the matmuls and the softmax that the model has.
+
+    cuDNN has no engine that reads its operands as they lie, and it has few scores: attention over
+    channels has. ``key_transposed``: k is (..., D, S).
+    """
+    if q.spec is None or k.spec is None or v.spec is None:
+        return False
+    forms = q.spec, transposed(k.spec) if key_transposed else k.spec, v.spec
+    return not all(map(is_in_rows, forms)) and has_few_scores(*forms)
 
 
 def _framed(c: Importer, term: Term, shape: Sequence[int]) -> Any:
