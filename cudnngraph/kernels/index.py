@@ -87,9 +87,9 @@ class Sum:
         return rest if rest.most < mod else quotient._cut_digits(1, mod)
 
     def _cut_digits(self, div: int, mod: int) -> Sum | None:
-        """The same of one digit that both cut through."""
+        """The same of one digit that both cut through. A number may be what is cut off above."""
         wanted: dict[Digit, int] = {}
-        if self.number:
+        if self.number % (div * mod):
             return None
         for digit, by in self.terms:
             # by * digit, of which the elements from div to div * mod are kept

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .index import Sum, Var, counter, digits, place
-from .tape import Index, Join, Map, Pick, Read, Value, View, broadcast
+from .tape import Index, Join, Map, Pick, Read, Value, View, broadcast, part_of
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Part:
 
 def parts_of(value: Value) -> list[Part]:
     """The dims of a value in parts that lie evenly in the largest tensor that is read for it, those
-    farthest apart first."""
+    farthest apart first; of several by the one that most dims go through."""
     rank = len(value.shape)
     names = [Var(f"d{dim}", extent) for dim, extent in enumerate(value.shape)]
     index = tuple(counter(name) if name.extent > 1 else Sum() for name in names)
-    best: tuple[int, Sum] = (-1, Sum())
+    most, best = (-1, 0), Sum()
     stack: list[tuple[Value, Index]] = [(value, index)]
     seen: set[tuple[int, Index]] = set()  # what many paths lead to is looked at once
     while stack:
@@ -34,22 +34,23 @@ def parts_of(value: Value) -> list[Part]:
         if (id(at), where) in seen:
             continue
         seen.add((id(at), where))
-        if isinstance(at, Read) and at.tensor.numel > best[0]:
-            best = at.tensor.numel, place(where, at.tensor.stride)
+        if isinstance(at, Read):
+            there = place(where, at.tensor.stride)
+            size = at.tensor.numel, len(there.vars())
+            most, best = (size, there) if size > most else (most, best)
         elif isinstance(at, Map):
             stack += [(each, broadcast(where, each.shape)) for each in at.operands]
         elif isinstance(at, View):
             source = at.source(where)
             stack += [] if source is None else [(at.operand, source)]
         elif isinstance(at, Join):
-            stack += [(each, where) for each in at.operands]
+            only = part_of(at, where)
+            stack += [(each, where) for each in at.operands] if only is None else [only]
         elif isinstance(at, Pick):  # what is picked lies anyhow
             stack.append((at.operands[1], broadcast(where, at.operands[1].shape)))
     found: list[Part] = []
     for dim, name in enumerate(names):
-        terms = sorted(
-            (digit.div, digit.mod, by) for digit, by in best[1].terms if digit.var == name
-        )
+        terms = sorted((digit.div, digit.mod, by) for digit, by in best.terms if digit.var == name)
         parts = [Part(dim, div, mod, by) for div, mod, by in terms]
         ends = [1, *(part.div * part.extent for part in parts)]
         if name.extent > 1 and ends != [*(part.div for part in parts), name.extent]:

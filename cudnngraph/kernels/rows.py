@@ -16,6 +16,7 @@ from .index import Sum, Var, counter, digits, place, reshaped
 from .parts import counted, parts_of, run_of
 from .rules import RULES
 from .scalars import MEMORY, REGISTER, number
+from .short_reductions import written_out
 from .source import MOST_TENSORS
 from .tape import (
     Depthwise,
@@ -33,6 +34,7 @@ from .tape import (
     Window,
     broadcast,
     operands_of,
+    part_of,
 )
 
 WARP = 32
@@ -131,7 +133,7 @@ def tape_of(spec: GraphSpec) -> list[Value]:
             values[node.results[0]] = Number((), number(float(node.attr("value"))))
             continue
         _add(values, node, spec)
-    return [values[name] for name in spec.outputs]
+    return written_out([values[name] for name in spec.outputs])
 
 
 def _add(values: dict[str, Value], node: Node, spec: GraphSpec) -> None:
@@ -323,7 +325,8 @@ def reads_at(asked: Iterable[tuple[Value, Index]]) -> Iterator[tuple[TensorSpec,
         elif isinstance(value, Map):
             stack += [(each, broadcast(index, each.shape)) for each in value.operands]
         elif isinstance(value, Join):
-            stack += [(each, index) for each in value.operands]
+            only = part_of(value, index)
+            stack += [(each, index) for each in value.operands] if only is None else [only]
         elif isinstance(value, View) and (source := value.source(index)) is not None:
             stack.append((value.operand, source))
         elif not isinstance(value, Number):

@@ -178,8 +178,14 @@ def written_beside(outputs: Iterable[tuple[Value, TensorSpec]]) -> dict[int, Val
 
 def replaced(outputs: Outputs, by: Mapping[int, Value]) -> Outputs:
     """The outputs with other values in place of some that they are made of."""
+    made = replaced_in([value for value, _ in outputs], by)
+    return [(value, to) for value, (_, to) in zip(made, outputs, strict=True)]
+
+
+def replaced_in(values: Sequence[Value], by: Mapping[int, Value]) -> list[Value]:
+    """The same of values, by their ids."""
     made = dict(by)
-    for each in reachable([value for value, _ in outputs], by):
+    for each in reachable(values, by):
         if id(each) in made:
             continue
         below = operands_of(each)
@@ -214,7 +220,7 @@ def replaced(outputs: Outputs, by: Mapping[int, Value]) -> Outputs:
         else:
             assert isinstance(each, (Reduce, View))
             made[id(each)] = replace(each, operand=fresh[0])
-    return [(made[id(value)], to) for value, to in outputs]
+    return [made[id(value)] for value in values]
 
 
 def put_together(gather: Gather, counts: Value, parts: Sequence[Value]) -> dict[int, Value]:

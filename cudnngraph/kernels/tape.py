@@ -177,6 +177,27 @@ def operands_of(value: Value) -> tuple[Value, ...]:
     return (value.operand,) if isinstance(value, (Reduce, View)) else ()
 
 
+def parts_at(join: Join, index: Index) -> list[tuple[Value, Index]]:
+    """The operands of a join, with the index into each; it is inside of one of them alone."""
+    found, start = [], 0
+    for operand in join.operands:
+        moved = index[join.dim] + -start if operand.shape[join.dim] > 1 else Sum()
+        found.append((operand, (*index[: join.dim], moved, *index[join.dim + 1 :])))
+        start += operand.shape[join.dim]
+    return found
+
+
+def part_of(join: Join, index: Index) -> tuple[Value, Index] | None:
+    """The operand of a join that an index lies in, whatever its variables are, and the index into
+    it; None if it may lie in several."""
+    start = 0
+    for operand, moved in parts_at(join, index):
+        if (index[join.dim] + -start).within(operand.shape[join.dim]):
+            return operand, moved
+        start += operand.shape[join.dim]
+    return None
+
+
 def broadcast(index: Index, shape: Sequence[int]) -> Index:
     """The index into an operand of ``shape`` that is broadcast to what ``index`` is of."""
     return tuple(

@@ -13,7 +13,7 @@ from math import gcd
 from ..ir.spec import GraphSpec, TensorSpec, memory_order
 from .index import Sum, Var, counter, place
 from .rows import SMALL, VECTOR_BYTES, WARP, Rows, Schedule, reachable, rows_of
-from .tape import Index, Join, Pick, Read, Refused, Value, View
+from .tape import Index, Join, Pick, Read, Refused, Value, View, part_of
 from .write import Writer
 
 SHARED_BYTES = 48 << 10  # of a block, without asking the driver for more
@@ -240,7 +240,7 @@ def _accesses(spec: GraphSpec, rows: Rows) -> list[Access]:
         if isinstance(value, Read):
             found[Access(value.tensor, place(index, value.tensor.stride), parts)] = None
         below = writer._below(value, index)
-        if isinstance(value, Join):
+        if isinstance(value, Join) and part_of(value, index) is None:
             start = 0
             for operand, inside in below:
                 until = start + operand.shape[value.dim]

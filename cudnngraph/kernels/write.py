@@ -55,6 +55,8 @@ from .tape import (
     View,
     Window,
     broadcast,
+    part_of,
+    parts_at,
 )
 from .window import Steps
 
@@ -377,7 +379,8 @@ class Writer:
         if isinstance(value, Reduce):
             return [(value.operand, self._inside(value, index))]
         if isinstance(value, Join):
-            return list(zip(value.operands, self._parts(value, index), strict=True))
+            only = part_of(value, index)
+            return parts_at(value, index) if only is None else [only]
         if isinstance(value, Pick):
             x, at = value.operands
             return [(x, self._picked_of(value, index)), (at, broadcast(index, at.shape))]
@@ -409,15 +412,6 @@ class Writer:
         found = view.source(index)
         if found is None:
             raise Refused("a view of a view that no plain index says")
-        return found
-
-    def _parts(self, join: Join, index: Index) -> list[Index]:
-        """The index into each operand of a join; it is inside of one of them alone."""
-        found, start = [], 0
-        for operand in join.operands:
-            moved = index[join.dim] + -start if operand.shape[join.dim] > 1 else Sum()
-            found.append((*index[: join.dim], moved, *index[join.dim + 1 :]))
-            start += operand.shape[join.dim]
         return found
 
     def _written(self) -> None:
@@ -494,6 +488,8 @@ class Writer:
             return Code(value.code, 0)
         if isinstance(value, View):
             return self._at(value.operand, self._source(value, index))
+        if isinstance(value, Join) and (only := part_of(value, index)) is not None:
+            return self._at(*only)
         if isinstance(value, Read):
             made = self._read(value, index)
         elif isinstance(value, Join):
@@ -609,9 +605,7 @@ class Writer:
         if slope == 1 and gcd(along.multiple(inner, lanes), *borders, lanes) != lanes:
             raise Narrower
         made = self._declare(value.type, max(map(self._differs, index)))
-        for number_, (operand, part) in enumerate(
-            zip(value.operands, self._parts(value, index), strict=True)
-        ):
+        for number_, (operand, part) in enumerate(parts_at(value, index)):
             last = number_ == len(borders)
             test = "" if last else f"if ({along.code(self._names)} < {borders[number_]}u) "
             self._lines.append(f"{'else ' if number_ else ''}{test}{{")

@@ -16,7 +16,7 @@ from cudnngraph.device import rules
 from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec, channels_last_strides, contiguous_strides
-from cudnngraph.kernels import grid, kernel, patterns, rows, split, write
+from cudnngraph.kernels import grid, kernel, patterns, rows, short_reductions, split, write
 from cudnngraph.kernels.source import Source
 from cudnngraph.kernels.split import Split
 from cudnngraph.kernels.write import Refused
@@ -196,8 +196,10 @@ def check(spec: GraphSpec, source: Source, inputs: list[torch.Tensor], far: bool
 
 @pytest.fixture
 def small_as_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What few threads would do alone is shared out too, so that small tensors test it."""
+    """What few threads would do alone is shared out too, so that small tensors test it, and what a
+    pointwise op of a few slices would do."""
     monkeypatch.setattr(rows, "SMALL", 0)
+    monkeypatch.setattr(short_reductions, "MOST", 1)
     monkeypatch.setattr(grid, "LEAST_STEPS", 1)
     with rules.changed(kernel_long_row=16):
         yield
