@@ -56,6 +56,7 @@ from .rules.norm import Norm, norm_of
 from .rules.table import rule_of
 from .siblings import join_siblings
 from .simplify import simplify
+from .stacks import own_stacks
 
 _aten: Any = torch.ops.aten
 
@@ -213,6 +214,8 @@ class Importer:
             self.constants = join_siblings(graph, self.constants)
             if self.channels_last:
                 self.constants = pad_channels(graph, self.constants)
+            if self.kernels:
+                own_stacks(graph)
         user = {name: place for place, name in enumerate(self.placeholders)}
         results: list[Result] = []
         for node in graph.nodes:
