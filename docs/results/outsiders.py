@@ -98,7 +98,14 @@ OTHERS = (
         tokens(2, 1024, 51200),
         num_hidden_layers=6,
     ),
-    _text("mpnet-base", "MPNetModel", "MPNetConfig", tokens(8, 512, 30527), _HIDDEN),
+    _text(
+        "mpnet-base",
+        "MPNetModel",
+        "MPNetConfig",
+        tokens(8, 512, 30527),
+        _HIDDEN,
+        max_position_embeddings=514,
+    ),
     _text(
         "xlnet-base",
         "XLNetModel",
