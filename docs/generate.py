@@ -86,7 +86,8 @@ def _value(value: Any) -> str:
 SELECTION = ROOT / "docs" / "results" / "h200-selection.json"
 MODELS = ROOT / "docs" / "results" / "h200-models.json"
 ZOO = ROOT / "docs" / "results" / "h200-zoo.json"
-LATER = ROOT / "docs" / "results" / "h100-zoo.json"  # some models on another GPU
+LATER = ROOT / "docs" / "results" / "h100-zoo.json"  # the same models on another GPU
+OUTSIDERS = ROOT / "docs" / "results" / "h100-outsiders.json"  # models that nothing had seen
 STARTUP = ROOT / "docs" / "results" / "h200-startup.json"
 _KINDS = {
     "conv": "convolutions",
@@ -187,6 +188,9 @@ def headline(
     on_other = results.ratios(others, "heuristic", "reduce-overhead", "us")
     other_mean, other_least, other_name = results.summarized(on_other)
     other_right = sum(row["status"] == "done" for row in others)
+    strange = list(results.loaded(OUTSIDERS).rows.values())
+    beside_them = results.ratios(strange, "heuristic", "reduce-overhead", "us")
+    their_mean, their_least, their_name = results.summarized(beside_them)
     run = json.loads(path.read_text(encoding="utf-8"))
     ratios = []
     for start, title in _FIRST.items():
@@ -202,8 +206,11 @@ def headline(
         f"freezing (geometric mean of {len(beside)}; the least is {least:.2f}, {name}).\n"
         f"The results of {right} of {len(rows)} are right. On one {other.device}, "
         f"[{len(others)} of them and of others](docs/results/h100-zoo.md): {other_mean:.2f} "
-        f"times,\nthe least {other_least:.2f} ({other_name}; [why, and what was done]"
-        f"(docs/results/h100-notes.md)), {other_right} of {len(others)} right.\n\n"
+        f"times,\nthe least {other_least:.2f} ({other_name}), {other_right} of {len(others)} "
+        f"right; [{len(strange)} models](docs/results/h100-outsiders.md) that nothing here had "
+        f"been measured with before: {their_mean:.2f}\n"
+        f"times, the least {their_least:.2f} ({their_name}; [why, and what was done]"
+        "(docs/results/h100-notes.md)).\n\n"
         f"Models that it was built with, in float16: {', '.join(ratios)}.\n"
         f"From a warm cache the first result of a ResNet-50 takes {ours:.1f} s, torch.compile's "
         f"{theirs:.1f} s. See\n[all of it](docs/models.md), "

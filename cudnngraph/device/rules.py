@@ -22,8 +22,7 @@ MEASURED_ON = {90: "NVIDIA H200, cuDNN 9.19"}
 DEFAULT_CAPABILITY = 90
 SM_COUNT = 132  # of an H200, for plans that are made without a GPU
 BY_HAND = ""  # in place of a page: measured by hand; no page has the numbers
-#: Who asks a threshold whose alternative a search measures: the import of a model, the rewrites of
-#: a graph, its cuts, the lowering of a step for cuDNN, or a step of torch's. "" for none.
+#: Who asks a threshold that a search measures: the import, rewrites, cuts, cuDNN's or torch's steps.
 Stage = Literal["import", "graph", "cut", "cudnn", "torch", ""]
 NO, ANY = 0, 1 << 62  # values of a threshold that no size, and that every size, is under
 
@@ -71,8 +70,7 @@ class DeviceRules:
     sibling_max_multiplications: int = _measured(
         1 << 32,
         "multiplications of a product",
-        "how large products of one tensor may be that become one (an estimate: at 2.4 x 10^9 one "
-        "takes 0.65 of the time of three)",
+        "how large products of one tensor are that become one (of 2.4 x 10^9: 0.65 of the time)",
         page="h200-search.md",
         alternative="each product by itself",
         stage="import",
@@ -141,11 +139,19 @@ class DeviceRules:
     padded_channels_min: int = _measured(
         11,
         "channels",
-        "how many 16-bit images between convolutions have at least, to get more where that is no "
-        "multiple of 8 (an estimate: at most half as many bytes again)",
+        "how many 16-bit images between convolutions have at least, to become a multiple of 8",
+        page="h100-notes.md",
         alternative="the channels as they are",
         stage="import",
         others=(2, ANY),
+    )
+    padded_product_min: int = _measured(
+        1 << 30,
+        "multiplications of a product",
+        "from how many on 16-bit products by constants get rows of a multiple of 8 (an estimate)",
+        alternative="the rows as they are",
+        stage="import",
+        others=(NO, ANY),
     )
     patches_as_channels: bool = _measured(
         True,
@@ -169,9 +175,8 @@ class DeviceRules:
     convolution_parts_in_place: bool = _measured(
         False,
         "yes or no",
-        "whether convolutions of few groups, and 16-bit ones with a bias, a sum and ReLU at most, "
-        "write their channels into the whole, for which cuDNN copies images twice: RegNetY's take "
-        "29.8 us with a copy behind, 37.3 without",
+        "whether convolutions of few groups, and 16-bit ones with at most a sum and ReLU behind, "
+        "write into the whole, for which cuDNN copies images twice (RegNetY: 29.8 us; 37.3 so)",
         page="h200-search.md",
         alternative="a kernel that joins them",
         stage="graph",

@@ -50,6 +50,7 @@ from .experts import ONE_SHAPE
 from .export import HasGraph, export, last_line
 from .frames import frame_of, is_frame
 from .pad_channels import pad_channels
+from .pad_products import pad_products
 from .results import Result, results_of
 from .rules.base import Arguments, Rule, Skip, gives_many, reads, spread
 from .rules.norm import Norm, norm_of
@@ -212,6 +213,7 @@ class Importer:
         graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=self.random))
         if self.on_gpu:
             self.constants = join_siblings(graph, self.constants)
+            self.constants = pad_products(graph, self.constants)
             if self.channels_last:
                 self.constants = pad_channels(graph, self.constants)
             if self.kernels:
