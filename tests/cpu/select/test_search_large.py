@@ -12,12 +12,11 @@ import pytest
 
 import cudnngraph as cg
 from cudnngraph.backend.env import EnvKey
-from cudnngraph.cache.codec import StaleRecord, dense_regions, steps_of, to_record
+from cudnngraph.cache.codec import StaleRecord, dense_regions, legal_of, steps_of, to_record
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec, is_channels_last
 from cudnngraph.partition.memory import Layout, StepMemory
-from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select.alternatives import by_measurement
 from cudnngraph.select.config import IN_CONTEXT_AT_ONCE
 from cudnngraph.select.decision import ALIAS
@@ -192,7 +191,8 @@ def test_regions_with_dense_images_come_back_from_their_record(copy_us: float) -
     assert len(selection.dense) == (8 if copy_us < 90.0 else 0) and not selection.channels_last
     env = EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, 1)
     record = to_record(spec, graph_key(spec, POLICY), env, POLICY, selection)
-    record, legal = from_json(record.to_json()), legalize(spec, POLICY)
+    record = from_json(record.to_json())
+    legal = legal_of(record, spec, POLICY)
     assert [step.spec for step in steps_of(record, legal)] == [s.spec for s in selection.steps]
     assert dense_regions(record) == selection.dense
     for wrong in ([["nowhere"]], [["n0", "n0"]], ["n0"], [[1]], 1) if selection.dense else ():
