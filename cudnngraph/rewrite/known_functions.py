@@ -31,7 +31,7 @@ KNOWN: Mapping[str, Function] = {
     "silu": F.silu,
 }
 MOST_OPS = 14  # of one function
-TOLERANCE = 1e-6  # constants are written with seven digits and more
+LEAST_ROUNDING = 2.0**-46  # of float64, which orders of its ops differ by
 _SAMPLES = torch.linspace(-7.9, 8.1, 65, dtype=torch.float64)
 
 
@@ -49,19 +49,17 @@ def name_functions(spec: GraphSpec) -> GraphSpec:
             made = _known(graph, node, last)
             if made is not None:
                 op, x, inside = made
-                name = last.results[0]
-                found[last.name] = Node(op, last.name, (x,), (name,))
-                gone |= {each.name for each in inside}
+                found[last.name] = Node(op, last.name, (x,), last.results)
+                gone |= {each.name for each in inside if each is not last}
                 break
     if not found:
         return spec
-    kept = [found.get(each.name, each) for each in spec.nodes]
-    nodes = tuple(each for each in kept if each.name in found or each.name not in gone)
+    nodes = [found.get(each.name, each) for each in spec.nodes if each.name not in gone]
     read = {name for each in nodes for name in each.operands}
-    nodes = tuple(n for n in nodes if n.op != "constant" or n.results[0] in read)
+    nodes = [each for each in nodes if each.op != "constant" or each.results[0] in read]
     there = {*spec.inputs, *(name for each in nodes for name in each.results)}
     tensors = {name: form for name, form in spec.tensors.items() if name in there}
-    return replace(spec, tensors=tensors, nodes=nodes)
+    return replace(spec, tensors=tensors, nodes=tuple(nodes))
 
 
 def _behind(graph: CutGraph, node: Node) -> Iterator[Node]:
@@ -85,8 +83,9 @@ def _known(graph: CutGraph, telling: Node, last: Node) -> tuple[str, str, list[N
         if inside is None or telling not in inside:
             continue
         value = _value(graph, last, {x: _SAMPLES})
+        off = max(torch.finfo(graph.spec.compute_dtype).eps, LEAST_ROUNDING)
         for op, function in KNOWN.items():
-            if torch.allclose(value, function(_SAMPLES), rtol=TOLERANCE, atol=TOLERANCE):
+            if torch.allclose(value, function(_SAMPLES), rtol=off, atol=off):
                 return op, x, inside
     return None
 
