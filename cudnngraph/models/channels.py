@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..device.rules import rules
+from ..ir.spec import aligned
 from ..ops import meta
 from ..ops.base import LOW_PRECISION
 from .simplify import is_pure
@@ -22,7 +23,6 @@ from .simplify import is_pure
 Node = torch.fx.Node
 Parts = tuple[tuple[int, int], ...]  # of channels, in order: how many there are, and padded
 
-ALIGNED_CHANNELS = 8
 RANKS = (4, 5)  # of images
 
 _TRANSPOSED = frozenset({"conv_transpose2d", "conv_transpose3d"})
@@ -241,7 +241,7 @@ class Channels:
             odd += [
                 node
                 for node, parts in found.items()
-                if meta.op_name(node) == "cat" and sum(w for _, w in parts) % ALIGNED_CHANNELS
+                if meta.op_name(node) == "cat" and _is_odd(sum(wide for _, wide in parts))
             ]
             if not odd:
                 return found
@@ -291,10 +291,10 @@ class Channels:
             parts = [part for parts in whole for part in parts]
             return _behind(parts, self.cuts.get(join, 0))
         channels = _channels(own.nodes[0])
-        more = -channels % ALIGNED_CHANNELS
         low = all(value_of(node).dtype in LOW_PRECISION for node in own.nodes)
-        pads = more and own.sources and low and channels >= rules().padded_channels_min
-        return ((channels, channels + more if pads else channels),)
+        pads = _is_odd(channels) and own.sources and low
+        pads = pads and channels >= rules().padded_channels_min
+        return ((channels, aligned(channels) if pads else channels),)
 
 
 def _first_of_last(given: Mapping[str, Any]) -> int | None:
@@ -326,6 +326,17 @@ def arguments_of(node: Node) -> dict[str, Any]:
     given = meta.bind_arguments(node.target, node.args, node.kwargs)
     names = [each.name for each in node.target._schema.arguments]  # type: ignore[union-attr]
     return {name: given[name] for name in names}
+
+
+def makes_odd_channels(node: Node) -> bool:
+    """Whether a node is a convolution whose result may be padded."""
+    if node.op != "call_function" or meta.op_name(node) not in CONVOLUTIONS:
+        return False
+    return _is_image(node) and _is_odd(_channels(node))
+
+
+def _is_odd(channels: int) -> bool:
+    return channels != aligned(channels)
 
 
 def is_transposed(node: Node) -> bool:

@@ -28,8 +28,10 @@ from .channels import (
     Parts,
     arguments_of,
     is_transposed,
+    makes_odd_channels,
     value_of,
 )
+from .new_constants import add_constant
 
 _aten: Any = torch.ops.aten
 
@@ -38,6 +40,8 @@ def pad_channels(
     graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
     """Pad the channels of a graph of ATen ops, in place; the constants with the padded weights."""
+    if not any(map(makes_odd_channels, graph.nodes)):
+        return constants
     walk = Channels(graph, constants)
     for node in graph.nodes:
         walk.visit(node)
@@ -157,11 +161,8 @@ class _Padding:
                 part = tensor.narrow(dim, read, channels)
                 wider.narrow(dim, written, channels).copy_(part)
                 read, written = read + channels, written + wide
-            with self.graph.inserting_before(next(iter(self.graph.nodes))):
-                made = self.graph.placeholder(f"padded_{node.name}")
-            made.meta["val"] = wider.to("meta")
-            self.constants[made.name] = wider
-            self._made[key] = made
+            label = f"padded_{node.name}"
+            self._made[key] = add_constant(self.graph, self.constants, label, wider)
         return self._made[key]
 
     def _tensor(self, node: Node) -> Any:

@@ -12,11 +12,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..device.rules import rules
+from ..ir.spec import aligned
 from ..ops.base import LOW_PRECISION
+from .new_constants import add_constant
+from .siblings import constants_of, is_fixed
 
 Node = torch.fx.Node
 _linear = torch.ops.aten.linear.default
-ALIGNED_ROWS = 8
 
 
 def pad_products(
@@ -31,36 +33,30 @@ def pad_products(
 
 
 def _gains(node: Node, constants: Mapping[str, torch.Tensor]) -> bool:
-    given = [each for each in node.args[1:] if each is not None]
-    fixed = [each.name for each in given if isinstance(each, Node) and each.name in constants]
-    if len(fixed) < len(given):
+    if not is_fixed(node, constants):
         return False
-    weight, seen = constants[fixed[0]], node.meta.get("val")
+    weight, seen = constants_of(node, constants)[0], node.meta.get("val")
     if not isinstance(seen, torch.Tensor) or seen.dim() < 2 or weight.dim() != 2:
         return False
-    if weight.dtype not in LOW_PRECISION or weight.shape[0] % ALIGNED_ROWS == 0:
+    rows, columns = weight.shape
+    if weight.dtype not in LOW_PRECISION or rows == aligned(rows) or columns != aligned(columns):
         return False
-    if weight.shape[1] % ALIGNED_ROWS or not all(isinstance(size, int) for size in seen.shape):
-        return False  # what is read has odd rows too
-    return seen.numel() * weight.shape[1] >= rules().padded_product_min
+    if not all(isinstance(size, int) for size in seen.shape):
+        return False
+    return seen.numel() * columns >= rules().padded_product_min
 
 
 def _pad(graph: torch.fx.Graph, node: Node, constants: dict[str, torch.Tensor]) -> None:
     """Put a slice of a product of more rows in the place of a product."""
     seen = node.meta["val"]
     *front, rows = seen.shape
-    more = -rows % ALIGNED_ROWS
+    more = aligned(rows) - rows
     args = [node.args[0]]
-    with graph.inserting_before(next(iter(graph.nodes))):
-        for given in node.args[1:]:
-            if not isinstance(given, Node):
-                continue
+    for given in node.args[1:]:
+        if isinstance(given, Node):
             tensor = constants[given.name]
             wider = torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])
-            constant = graph.placeholder(f"padded_{given.name}")
-            constant.meta["val"] = wider.to("meta")
-            constants[constant.name] = wider
-            args.append(constant)
+            args.append(add_constant(graph, constants, f"padded_{given.name}", wider))
     with graph.inserting_before(node):
         whole = graph.call_function(_linear, tuple(args))
         whole.meta = dict(node.meta)

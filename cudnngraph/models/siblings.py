@@ -14,6 +14,7 @@ import torch
 from ..device.rules import rules
 from ..ops import meta
 from ..ops.base import LOW_PRECISION
+from .new_constants import add_constant
 
 Node = torch.fx.Node
 _linear = torch.ops.aten.linear.default
@@ -31,7 +32,7 @@ def join_siblings(
     groups: dict[tuple[Any, ...], list[Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is _linear and _is_small(node, constants):
-            weight, bias = _constants_of(node, constants)
+            weight, bias = constants_of(node, constants)
             form = (node.args[0], weight.dtype, None if bias is None else bias.dtype)
             groups.setdefault(form, []).append(node)
     made = dict(constants)
@@ -41,7 +42,13 @@ def join_siblings(
     return made
 
 
-def _constants_of(
+def is_fixed(node: Node, constants: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a product is one by a constant weight, with a constant bias or none."""
+    given = [each for each in node.args[1:] if each is not None]
+    return all(isinstance(each, Node) and each.name in constants for each in given)
+
+
+def constants_of(
     node: Node, constants: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The weight and the bias of a product."""
@@ -52,11 +59,10 @@ def _constants_of(
 
 def _is_small(node: Node, constants: Mapping[str, torch.Tensor]) -> bool:
     """Whether a product may be one of a group."""
-    given = [each for each in node.args[1:] if each is not None]
-    if not all(isinstance(each, Node) and each.name in constants for each in given):
+    if not is_fixed(node, constants):
         return False
     seen = node.meta.get("val")
-    weight, _ = _constants_of(node, constants)
+    weight, _ = constants_of(node, constants)
     if not isinstance(seen, torch.Tensor) or weight.dtype not in LOW_PRECISION:
         return False
     multiplied = seen.numel() // max(1, seen.shape[-1]) * weight.numel()
@@ -71,18 +77,12 @@ def _is_small(node: Node, constants: Mapping[str, torch.Tensor]) -> bool:
 
 def _join(graph: torch.fx.Graph, group: Sequence[Node], constants: dict[str, torch.Tensor]) -> None:
     """Put one product in the place of several."""
-    found = [_constants_of(node, constants) for node in group]
+    found = [constants_of(node, constants) for node in group]
     weight = torch.cat([weight for weight, _ in found])
     biases = [bias for _, bias in found if bias is not None]
-    first = next(iter(graph.nodes))
     args: list[Any] = [group[0].args[0]]
-    with graph.inserting_before(first):
-        for tensor in (weight, torch.cat(biases) if biases else None):
-            if tensor is not None:
-                constant = graph.placeholder(f"joined_{group[0].name}_{len(args)}")
-                constant.meta["val"] = tensor.to("meta")
-                constants[constant.name] = tensor
-                args.append(constant)
+    for tensor in (weight, torch.cat(biases)) if biases else (weight,):
+        args.append(add_constant(graph, constants, f"joined_{group[0].name}_{len(args)}", tensor))
     with graph.inserting_before(group[0]):
         whole = graph.call_function(_linear, tuple(args))
         seen = group[0].meta["val"]
