@@ -134,16 +134,16 @@ class Zoo:
             self._wait_for(process)
         for entry, row, process in ready:
             self._timed(entry, row, process, len(ready))
-        for entry, row, _ in ready:
-            if len(ready) > 1 and _lacks_memory(row):
-                self._alone(entry, row)
+        for entry, row, process in ready:
+            if len(ready) > 1 and (row["status"] == "failed" or _lacks_memory(row)):
+                self._alone(entry, row, process.job.ways)
 
-    def _alone(self, entry: Entry, row: Row) -> None:
-        """Time a model once more that had too little memory beside others."""
+    def _alone(self, entry: Entry, row: Row, ways: Sequence[str]) -> None:
+        """Time a model once more that failed, or had too little memory, beside others: where memory
+        is short, cuDNN and other libraries have errors of their own."""
         row["status"] = "begun"
-        for way in row["ways"].values():
-            if NO_MEMORY in way.get("error", ""):
-                del way["error"]
+        for name in ways:
+            row["ways"].get(name, {}).pop("error", None)
         process = self._timing(entry, row)
         if process is not None:
             process.go()

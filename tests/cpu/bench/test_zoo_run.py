@@ -242,11 +242,18 @@ def test_a_way_that_ends_the_timing_is_left_out_of_the_next(
     assert "us" not in row["ways"]["reduce-overhead"]
 
 
-@pytest.mark.parametrize("guilty", ["", "eager"])
+@pytest.mark.parametrize(
+    ("error", "guilty"),
+    [
+        ("OutOfMemoryError: tried to allocate 4 GiB", ""),
+        ("OutOfMemoryError: tried to allocate 4 GiB", "eager"),
+        ("BackendUnavailable: cuDNN gives no handle", ""),
+    ],
+)
 def test_a_model_without_memory_beside_others_is_timed_once_more_alone(
-    guilty: str, tmp_path: Path, faked: type[Fake], monkeypatch: pytest.MonkeyPatch
+    error: str, guilty: str, tmp_path: Path, faked: type[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fails = {"error": "OutOfMemoryError: tried to allocate 4 GiB", "guilty": guilty}
+    fails = {"error": error, "guilty": guilty}
     faked.bad = {("timed", "second", "eager"): fails}
     ended: list[str] = []
     waits = Fake.wait
