@@ -48,6 +48,7 @@ class FakePlan:
     def __init__(self, choice: Choice, workspace_bytes: int = 0) -> None:
         self.choice = choice
         self.workspace_bytes = workspace_bytes
+        self.device_index = 0
         self.verified: Verified | None = None
 
     def serialize(self) -> bytes:

@@ -10,6 +10,21 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+_SHORT = ("OutOfMemory", "out of memory", "ALLOC_FAILED")
+_SHORT_BYTES = 128 << 20  # a context's next kernel, handle or stack may need as much
+
+
+def names_shortage(text: str) -> bool:
+    """Whether an error's text says that there was no memory."""
+    return any(words in text for words in _SHORT)
+
+
+def for_want_of_memory(error: Exception, device: torch.device) -> bool:
+    """Whether a GPU had too little memory left for what failed: libraries that load kernels or make
+    handles then call it an internal error."""
+    if names_shortage(f"{type(error).__name__}: {error}"):
+        return True
+    return bool(torch.cuda.mem_get_info(device)[0] < _SHORT_BYTES)
 
 
 def outside_graph_pool(device: torch.device, make: Callable[[], T]) -> T:

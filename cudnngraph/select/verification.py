@@ -29,6 +29,7 @@ from ..backend.candidates import (
 )
 from ..backend.lowering.driver import first_line
 from ..backend.plan import Choice, Plan
+from ..device.allocation import for_want_of_memory
 from ..errors import NotSupported
 from ..executor.plans import replay
 from ..ir.spec import GraphSpec
@@ -220,9 +221,9 @@ def checked(
                 why = on.why_wrong(plan)
                 torch.cuda.synchronize()  # a fault stays, whatever was caught
             return why, on.error
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
         except Exception as error:
             torch.cuda.synchronize()  # raises where the plan has taken the GPU from this process
-            return f"{UNCHECKED}{type(error).__name__}: {first_line(str(error))}", None
+            if not for_want_of_memory(error, torch.device("cuda", plan.device_index)):
+                return f"{UNCHECKED}{type(error).__name__}: {first_line(str(error))}", None
+        torch.cuda.empty_cache()
     return None, None

@@ -28,6 +28,7 @@ from ..backend.candidates import (
     why_passed_over,
 )
 from ..backend.plan import Choice
+from ..device.allocation import names_shortage
 from ..errors import NotSupported
 from ..ir import versions
 from ..ir.canonical import canonical
@@ -52,7 +53,6 @@ BAD = ("wrong", "fault")
 BARRED_WORDS = ("known to be wrong", "barred by the policy", found_bad.WHERE)  # ours, not cuDNN's
 AHEAD = 4  # candidates for each worker that are asked for before the oldest has its result
 _OFF = re.compile(r"off by (\S+), at most (\S+) is right")
-_MEMORY = ("OutOfMemory", "out of memory", "ALLOC_FAILED")
 
 Row = dict[str, Any]
 Place = tuple[str, bool]  # a step's digest, and whether TF32 is allowed
@@ -176,7 +176,7 @@ def judged(future: Future[Answer]) -> Row:
         raise
     except RuntimeError as error:  # what a worker did not expect
         text = str(error)
-        return {"status": "out of memory" if _of_memory(text) else "failed", "reason": text}
+        return {"status": "out of memory" if names_shortage(text) else "failed", "reason": text}
     if answer.faults:
         return {"status": "fault", "reason": next(iter(answer.faults.values()))}
     reasons = list(answer.refused)
@@ -195,14 +195,10 @@ def judged(future: Future[Answer]) -> Row:
                 row |= {"error": float(numbers[1]), "bound": float(numbers[2])}
             return row
     reason = "; ".join(reasons)
-    if _of_memory(reason):
+    if names_shortage(reason):
         return {"status": "out of memory", "reason": reason}
     barred = any(words in reason for words in (*BARRED_WORDS, "Deselecting"))
     return {"status": "barred" if barred else "refused", "reason": reason[:200]}
-
-
-def _of_memory(text: str) -> bool:
-    return any(words in text for words in _MEMORY)
 
 
 @dataclass

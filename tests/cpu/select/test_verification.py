@@ -69,6 +69,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "replay", lambda spec, choice, index: FakePlan(choice))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 80 << 30))
 
 
 @pytest.mark.parametrize(("short", "error"), [(0, 1e-4), (1, 1e-4), (2, None)])
@@ -81,6 +82,24 @@ def test_without_memory_for_the_data_a_plan_is_taken_and_nothing_is_known(
     assert found.plan is not None and found.error == error
     Data.short = short
     assert verification.check(spec(), POLICY, CHOICE, 0) == (None, error)
+
+
+@pytest.mark.parametrize(
+    ("text", "free_bytes"),
+    [
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", 8 << 30),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", 30 << 20),
+    ],
+)
+def test_what_a_library_says_where_memory_is_short_is_not_held_against_a_plan(
+    text: str, free_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(data: Data, plan: Any) -> str | None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(Data, "why_wrong", fails)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 80 << 30))
+    assert verification.check(spec(), POLICY, CHOICE, 0) == (None, None)
 
 
 @pytest.mark.parametrize(("short", "error"), [(0, 1e-4), (2, None)])
