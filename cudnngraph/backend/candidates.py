@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..device.allocation import for_want_of_memory
 from ..device.rules import rules
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec, numel
@@ -238,6 +239,8 @@ def _why_no_launch(plan: Plan, spec: GraphSpec) -> str | None:
         plan.execute(pointers, block.data_ptr(), handle)
         torch.cuda.synchronize(device)
     except RuntimeError as error:
+        if for_want_of_memory(error, device):
+            return None
         return f"does not launch: {first_line(str(error))}"
     return None
 
@@ -294,7 +297,10 @@ class Proposals:
             graph.build_plan_at_index(candidate.index)
             need = int(graph.get_workspace_size_plan_at_index(candidate.index))
         except (self._frontend.cudnnGraphNotSupportedError, RuntimeError) as error:
-            return Outcome(candidate, False, first_line(str(error))), None
+            why = first_line(str(error))
+            if for_want_of_memory(error, torch.device("cuda", self._device_index)):
+                why = f"out of memory: {why}"
+            return Outcome(candidate, False, why), None
         limit = self._policy.workspace_limit
         if limit is not None and need > limit:
             reason = f"needs {need} bytes of workspace, over {limit}"

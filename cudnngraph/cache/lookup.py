@@ -28,6 +28,7 @@ from ..backend import env
 from ..backend.candidates import UNCHECKED, why_rejected
 from ..backend.env import EnvKey
 from ..backend.plan import KERNEL, Choice, Plan, Verified
+from ..device.allocation import names_shortage
 from ..device.rules import Values
 from ..errors import NotSupported, PlanNotCached, UnkeyableError
 from ..executor.plans import load, replay
@@ -242,7 +243,8 @@ def _look_up(
     if isinstance(found, Hit) and not _measured(found.record, policy):
         reason = "untuned: what is kept was chosen without measuring"
     elif isinstance(found, Hit) and not _satisfies(found.record, policy):
-        reason = "without kernels: what is kept was chosen where none could be generated"
+        lacked = "memory" if _lacked_memory(found.record) else "kernels"
+        reason = f"without {lacked}: what is kept was chosen where {_WANTED[lacked]}"
     elif isinstance(found, Hit):
         try:
             selection, tier, checked = _restore(*_parts(found), spec, policy, device_index)
@@ -412,10 +414,20 @@ def _serialized(selection: Selection, id: str) -> bytes | None:
         return None
 
 
+_WANTED = {"memory": "there was none left to build with", "kernels": "none could be generated"}
+
+
 def _satisfies(record: PlanRecord, policy: Policy) -> bool:
     return _measured(record, policy) and (
-        policy.tune == "cached" or not _lacks_kernels(record) or kernel.why_none() is not None
+        policy.tune == "cached"
+        or not (_lacked_memory(record) or (_lacks_kernels(record) and kernel.why_none() is None))
     )
+
+
+def _lacked_memory(record: PlanRecord) -> bool:
+    """Whether a candidate was passed over because the GPU had no memory to build it."""
+    reasons = (each.reason for step in record.steps for each in step.candidates)
+    return any(map(names_shortage, reasons))
 
 
 def _lacks_kernels(record: PlanRecord) -> bool:

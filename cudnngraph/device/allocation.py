@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
-_SHORT = ("OutOfMemory", "out of memory", "ALLOC_FAILED")
+_SHORT = ("OutOfMemory", "OUT_OF_MEMORY", "out of memory", "ALLOC_FAILED")
 _SHORT_BYTES = 128 << 20  # a context's next kernel, handle or stack may need as much
 
 
@@ -20,11 +20,11 @@ def names_shortage(text: str) -> bool:
 
 
 def for_want_of_memory(error: Exception, device: torch.device) -> bool:
-    """Whether a GPU had too little memory left for what failed: libraries that load kernels or make
-    handles then call it an internal error."""
+    """Whether a GPU has too little memory left for what failed: libraries that load kernels or make
+    handles call that an internal error."""
     if names_shortage(f"{type(error).__name__}: {error}"):
         return True
-    return bool(torch.cuda.mem_get_info(device)[0] < _SHORT_BYTES)
+    return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _SHORT_BYTES
 
 
 def outside_graph_pool(device: torch.device, make: Callable[[], T]) -> T:

@@ -20,6 +20,7 @@ import torch
 from ..backend import handles
 from ..backend.lowering.driver import first_line
 from ..device import tf32
+from ..device.allocation import for_want_of_memory
 from ..executor import reference, torch_steps
 from ..ir.spec import GraphSpec, Node, TensorSpec, round_up
 from ..ops.table import OPS, by_port, tensor_at
@@ -198,7 +199,7 @@ class StepTrial:
         try:
             made = self._run(plan, inputs)
         except RuntimeError as error:
-            return f"does not run: {first_line(str(error))}"
+            return _why_not_run(error, self._device)
         for out, want in zip(made, wanted, strict=True):
             if out.dtype.is_floating_point and out.dtype.itemsize > 1:
                 there = want.to(out.device).abs() < torch.finfo(out.dtype).max / 2
@@ -213,7 +214,7 @@ class StepTrial:
         try:
             keep = recover_mask(self.spec, self._inputs, partial(self._run, plan))
         except RuntimeError as error:
-            return f"does not run: {first_line(str(error))}"
+            return _why_not_run(error, self._device)
         self._keep, self._data = keep, _Data(self._data.inputs)
         return None
 
@@ -240,7 +241,7 @@ class StepTrial:
                 plan.execute(pointers, scratch.inner.data_ptr(), handle)
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:
-            return f"does not run: {first_line(str(error))}"
+            return _why_not_run(error, self._device)
         for spec, guarded in zip(declared, outputs, strict=True):
             if guarded.touched_outside(spec):
                 return f"writes outside of its output '{spec.name}'"
@@ -363,6 +364,14 @@ def _corner(
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return torch.equal(a.view(kind), b.view(kind))
+
+
+def _why_not_run(error: RuntimeError, device: torch.device) -> str:
+    """What a plan is rejected for that raised. Raises torch.OutOfMemoryError where the GPU had no
+    memory left, which is no fault of the plan."""
+    if for_want_of_memory(error, device):
+        raise torch.OutOfMemoryError(str(error)) from error
+    return f"does not run: {first_line(str(error))}"
 
 
 @dataclass(frozen=True)

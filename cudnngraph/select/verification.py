@@ -29,7 +29,7 @@ from ..backend.candidates import (
 )
 from ..backend.lowering.driver import first_line
 from ..backend.plan import Choice, Plan
-from ..device.allocation import for_want_of_memory
+from ..device.allocation import for_want_of_memory, names_shortage
 from ..errors import NotSupported
 from ..executor.plans import replay
 from ..ir.spec import GraphSpec
@@ -106,6 +106,10 @@ class Checks:
         self._tell(candidate.choice)
         start = time.perf_counter()
         outcome, plan = self._proposals.build(candidate, launch=False)
+        if plan is None and names_shortage(outcome.reason):
+            torch.cuda.empty_cache()
+            with self._gate.alone():
+                outcome, plan = self._proposals.build(candidate, launch=False)
         built = time.perf_counter()
         self.built_s += built - start
         if plan is None:

@@ -227,6 +227,16 @@ def test_a_kernel_that_the_driver_does_not_load_is_not_kept(gpu: Gpu) -> None:
     assert {step.kind for step in record.steps} == {"torch"}
 
 
+def test_a_kernel_that_lacked_memory_is_tried_again_by_the_next_process(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.loads = "<CUresult.CUDA_ERROR_OUT_OF_MEMORY: 2>"
+    assert set(kinds(compiled())) == {"torch"}
+    gpu.loads = 0
+    assert kinds(again(monkeypatch)) == kinds(again(monkeypatch)) == ["kernel"]
+    assert cg.cache_stats().misses == {"absent": 1, "without memory": 1}
+
+
 def test_a_kept_kernel_that_the_driver_no_longer_loads_is_left_out(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,14 @@ def test_the_reference_passes_its_own_check(case: Case) -> None:
         assert why(Plan(spec)) is None
 
 
+def test_a_plan_that_lacks_memory_to_run_is_not_wrong() -> None:
+    def fails(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+        raise RuntimeError("err 2 != CUDA_SUCCESS: CUDA_ERROR_OUT_OF_MEMORY")
+
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        why(Plan(product(), fails))
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_plan_runs_again_only_where_it_must_be_deterministic(deterministic: bool) -> None:
     plan = Plan(product())

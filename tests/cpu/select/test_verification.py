@@ -102,6 +102,28 @@ def test_what_a_library_says_where_memory_is_short_is_not_held_against_a_plan(
     assert verification.check(spec(), POLICY, CHOICE, 0) == (None, None)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_plan_that_could_not_be_built_for_want_of_memory_is_built_without_the_others(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "out of memory: err 2 != CUDA_SUCCESS :: shimCuModuleLoadData"
+    tried: list[Choice] = []
+
+    class Short(Proposed):
+        def build(self, candidate: Candidate, *, launch: bool) -> tuple[Outcome, Any]:
+            tried.append(candidate.choice)
+            if len(tried) <= times:
+                return Outcome(candidate, False, why), None
+            return super().build(candidate, launch=launch)
+
+    monkeypatch.setattr(Short, "ranking", [CHOICE, Choice(0, ())])
+    monkeypatch.setattr(verification, "Proposals", Short)
+    found = verification.Checks(spec(), POLICY, 0).first()
+    assert found.plan is not None and found.plan.choice.engine == (7 if times == 1 else 0)
+    assert [each.reason for each in found.outcomes] == ([""] if times == 1 else [why, ""])
+    assert guard.wrong_of(found.outcomes) == {}
+
+
 @pytest.mark.parametrize(("short", "error"), [(0, 1e-4), (2, None)])
 def test_a_search_does_not_call_right_what_it_could_not_compare(
     short: int, error: float | None, monkeypatch: pytest.MonkeyPatch
