@@ -21,7 +21,7 @@ from ..errors import CannotImport, GraphError, PolicyError
 from ..ops.meta import as_held
 from ..runtime import comparison, custom_ops
 from ..runtime.compile import compile, generates
-from . import again, cut, effects, report, saved, whole, written
+from . import again, cut, effects, known_masks, report, saved, whole, written
 from .bound import MAX_SHAPES, Direct
 from .convert import convert
 from .draws import Draw, take_out
@@ -79,6 +79,7 @@ def backend(
     if budget is not None and not (type(budget) in (int, float) and 0 <= budget <= 1):
         raise PolicyError(f"activation_memory_budget={shown(budget)}; expected 0 to 1, or None")
     names, number = _input_names(module), next(_numbers)
+    known_masks.flag(module)
     whole.keep(module)
     cut.write_out(module)
 
