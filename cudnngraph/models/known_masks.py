@@ -9,7 +9,6 @@ runs it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,11 +24,12 @@ _FUNCTIONS = """
     eq ne ge gt le lt and_ or_ invert logical_and logical_or logical_not bitwise_and bitwise_or
 """
 _MAKERS = {getattr(of, each, None) for of in (torch, operator) for each in _FUNCTIONS.split()}
-_METHODS = """
+_OF_TENSORS = """
     expand expand_as view view_as reshape unsqueeze squeeze transpose permute contiguous clone to
     bool float type_as tril triu masked_fill logical_and logical_or logical_not
     new_ones new_zeros new_full
-""".split()
+"""
+_METHODS = frozenset(_OF_TENSORS.split())
 
 
 def flag(module: torch.fx.GraphModule) -> None:
@@ -39,14 +39,15 @@ def flag(module: torch.fx.GraphModule) -> None:
         if not isinstance(part, torch.fx.GraphModule):
             continue
         calls = [node for node in part.graph.nodes if node.target is F.scaled_dot_product_attention]
-        made: dict[Node, Any] = {}
-        if calls and any(_writes_known(node, made) for node in part.graph.nodes):
+        known = _known(part.graph) if calls else frozenset()
+        if any(_writes_over(node, known) for node in part.graph.nodes):
             continue
-        if any([_flagged(node, made) for node in calls]):
+        made: dict[Node, Any] = {}
+        if any([_flagged(node, known, made) for node in calls]):
             part.recompile()
 
 
-def _flagged(node: Node, made: dict[Node, Any]) -> bool:
+def _flagged(node: Node, known: frozenset[Node], made: dict[Node, Any]) -> bool:
     """Replace the mask of a call if it can be, and say so."""
     given = _arguments(node)
     mask = given.get("attn_mask")
@@ -55,8 +56,8 @@ def _flagged(node: Node, made: dict[Node, Any]) -> bool:
     seen = mask.meta.get("example_value")
     if not isinstance(seen, torch.Tensor) or seen.requires_grad or not _is_plain(seen):
         return False
-    known = _value_of(mask, made) if seen.numel() <= MOST_SCORES else None
-    band = band_of(known) if isinstance(known, torch.Tensor) else None
+    value = _value_of(mask, made) if mask in known else None
+    band = band_of(value) if isinstance(value, torch.Tensor) else None
     if band == (None, None):
         given["attn_mask"] = None
     elif band == (None, 0) and seen.shape[-2] == seen.shape[-1]:
@@ -88,32 +89,34 @@ def _in_rows(node: Node, mask: Node, seen: torch.Tensor) -> Node:
     return copy
 
 
+def _known(graph: torch.fx.Graph) -> frozenset[Node]:
+    """The calls that depend on nothing that a graph is given."""
+    known: set[Node] = set()
+    for node in graph.nodes:
+        makes = node.op == "call_function" and node.target in _MAKERS
+        makes = makes or (node.op == "call_method" and node.target in _METHODS)
+        seen = node.meta.get("example_value")
+        small = not isinstance(seen, torch.Tensor) or _is_small(seen)
+        if makes and small and known.issuperset(node.all_input_nodes):
+            known.add(node)
+    return frozenset(known)
+
+
 def _value_of(node: Node, made: dict[Node, Any]) -> Any:
-    """What a node computes if that depends on nothing that a call is given, else None. It is made
-    on the CPU."""
+    """What a known call computes, on the CPU; None where a size is open, or torch refuses."""
     if node not in made:
-        made[node] = _computed(node, made)
+        if any(_value_of(each, made) is None for each in node.all_input_nodes):
+            made[node] = None
+            return None
+        called: Any = node.target
+        if node.op == "call_method":
+            called = partial(_method, called)
+        args, kwargs = (_given(each, made) for each in (node.args, node.kwargs))
+        try:
+            made[node] = called(*args, **kwargs)
+        except Exception:
+            made[node] = None
     return made[node]
-
-
-def _computed(node: Node, made: dict[Node, Any]) -> Any:
-    called: Callable[..., Any]
-    if node.op == "call_function" and node.target in _MAKERS:
-        called = node.target  # type: ignore[assignment]
-    elif node.op == "call_method" and node.target in _METHODS:
-        called = partial(_method, str(node.target))
-    else:
-        return None
-    seen = node.meta.get("example_value")
-    if isinstance(seen, torch.Tensor) and not _is_small(seen):
-        return None
-    if any(_value_of(each, made) is None for each in node.all_input_nodes):
-        return None
-    args, kwargs = (_given(each, made) for each in (node.args, node.kwargs))
-    try:
-        return called(*args, **kwargs)
-    except Exception:  # a size that is not known yet, or a form that is no use of these ops
-        return None
 
 
 def _method(name: str, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,19 +142,20 @@ def _to_cpu(value: Any) -> Any:
 _WRITERS: frozenset[Any] = frozenset(
     (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.iand, operator.ior)
 )
-_VIEWS = """
+_SAME_MEMORY = """
     as_strided broadcast_to chunk detach diagonal expand flatten getitem movedim narrow permute
     reshape select split squeeze swapaxes t transpose unbind unflatten unsqueeze view
-""".split()
+"""
+_VIEWS = frozenset(_SAME_MEMORY.split())
 
 
-def _writes_known(node: Node, made: dict[Node, Any]) -> bool:
-    """Whether a call writes over what was made of nothing but sizes, or over a view of it."""
+def _writes_over(node: Node, known: frozenset[Node]) -> bool:
+    """Whether a call writes over what is known, or over a view of it."""
     if not _writes(node) or not node.all_input_nodes:
         return False
     written: Any = node.kwargs.get("out", node.args[0] if node.args else None)
     while isinstance(written, Node):
-        if _value_of(written, made) is not None:
+        if written in known:
             return True
         if written.op not in ("call_method", "call_function") or _name(written) not in _VIEWS:
             return False
