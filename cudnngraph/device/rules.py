@@ -148,7 +148,8 @@ class DeviceRules:
     padded_product_min: int = _measured(
         1 << 30,
         "multiplications of a product",
-        "from how many on 16-bit products by constants get rows of a multiple of 8 (an estimate)",
+        "from how many on 16-bit products of odd rows get rows of a multiple of 8",
+        page="h100-notes.md",
         alternative="the rows as they are",
         stage="import",
         others=(NO, ANY),

@@ -37,6 +37,7 @@ from torch import nn
 
 import cudnngraph as cg
 from cudnngraph.bench.measure import kernels_of
+from cudnngraph.select import workers
 
 WAYS = ("eager", "torch.compile reduce-overhead", "cudnngraph, captured")
 BATCH = 32
@@ -205,7 +206,11 @@ MODELS = (
         **{"num_hidden_layers": 8, "vocab_size": 50368},
     ),
     _text("deberta-v2", "DebertaV2ForMaskedLM", "DebertaV2Config", (8, 256), **_BASE),
-    _other("wav2vec2", "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", (8, 80000), (8,), 2),
+    _other(
+        *("wav2vec2", "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config"),
+        *((8, 80000), (8,), 2),
+        apply_spec_augment=False,
+    ),
     _other(
         "segformer-b0",
         "SegformerForSemanticSegmentation",
@@ -311,7 +316,7 @@ def batch_of(models: list[Model], args: Any, folder: Path) -> dict[str, Any]:
     for model in models:
         out = folder / f"{model.name}.json"
         command = [sys.executable, __file__, "--one", str(out), "--models", model.name]
-        command += ["--ways", ";".join(args.ways)]
+        command += ["--ways", ";".join(args.ways), "--jobs", str(len(models))]
         log = (args.logs / f"{model.name}.log").open("w")
         running.append((out, subprocess.Popen(command, stderr=log)))
     end = time.monotonic() + args.limit
@@ -394,6 +399,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the table of --json, and measure nothing")
     args = parser.parse_args()
     if args.one:
+        workers.one_of(args.jobs)
         one(BY_NAME[args.models], args.ways, args.one)
         return
     results: dict[str, Any] = {"runs": [], "models": {}}
