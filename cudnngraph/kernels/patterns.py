@@ -36,7 +36,7 @@ from .source import Source
 from .split import Split
 from .tap_sums import TapSums
 from .tape import Refused
-from .tiling import Tiling, tiles_of, tilings
+from .tiling import Tiling, tiles_of, tilings, why_tiles_first
 from .write import write
 
 Pattern = Schedule | Split | Tiling | Strips | TapSums | Pieces | Patches
@@ -54,6 +54,10 @@ _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
 
 MOST_NAME = 64  # characters of a function's
 _MAY_BE_0 = ("chunks", "vectors")
+
+
+class _Cut(Refused):
+    """A region is better several kernels, whatever the pattern."""
 
 
 def choice_of(schedule: Pattern) -> Choice:
@@ -103,6 +107,9 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
             return choice_of(several)
     try:
         rows = rows_of(spec)
+        why = why_tiles_first(spec, rows)
+        if why is not None:
+            raise _Cut(why)
         tiling = tiles.by_rule(spec, rows, processors)
         if tiling is not None:
             return choice_of(tiling)
@@ -110,6 +117,8 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
         if why_slow(rows, schedule, processors) is None:
             write(spec, schedule, rows)
             return choice_of(schedule)
+    except _Cut:
+        raise
     except Refused:
         if not split.reduces(spec):
             raise

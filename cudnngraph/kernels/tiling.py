@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from ..ir.spec import GraphSpec, TensorSpec, memory_order
+from ..ops.table import OPS
 from .index import Sum, Var, counter, place
 from .rows import SMALL, VECTOR_BYTES, WARP, Rows, Schedule, reachable, rows_of
 from .tape import Index, Join, Pick, Read, Refused, Value, View, part_of
@@ -113,6 +114,27 @@ def ways(spec: GraphSpec, rows: Rows | None = None) -> list[Tiles]:
     if not found:
         raise Refused("nothing lies in another layout than the results")
     return found
+
+
+def why_tiles_first(spec: GraphSpec, rows: Rows) -> str | None:
+    """Why what a region with reductions copies should be a kernel in tiles, or None.
+
+    Rows that lie in memory are written across it then, an element at a time: keys of attention that
+    were multiplied transposed, their gradient in rows of tokens, and its sum for the bias.
+    """
+    if not rows.reductions or rows.strided:
+        return None
+    producer = {node.results[0]: node for node in spec.nodes if node.results}
+    for (_, tensor, index), name in zip(rows.outputs, spec.outputs, strict=True):
+        while (node := producer.get(name)) is not None and (
+            OPS[node.op].view or node.op == "identity"
+        ):
+            name = node.operands[0]
+        along = [by for digit, by in place(index, tensor.stride).terms if digit.var == rows.inner]
+        gaps = min(along, default=0) * tensor.dtype.itemsize > VECTOR_BYTES
+        if name in spec.inputs and gaps and tensor.numel > SMALL:
+            return "what is copied to another order beside a reduction is a kernel of its own"
+    return None
 
 
 def _slowness(tiles: Tiles) -> float:

@@ -107,3 +107,42 @@ def test_moved_ops_compute_the_same(
     assert [step.kind for step in steps].count("kernel") == 2
     exact = reference.run(spec, [given[name] for name in spec.inputs], torch.float64)[0]
     numerics.check(y, exact, dtype)
+
+
+# -- copies to another order -----------------------------------------------------------------------
+
+
+def of_keys(turned: bool, *, scaled: bool = False) -> cg.Graph:
+    """The gradient of attention's keys in rows of tokens, and its sum, which a bias has."""
+    g = cg.Graph("keys")
+    shape = (24, 32, 64) if turned else (24, 64, 32)
+    x = g.input("x", shape, torch.bfloat16)
+    heads = g.reshape(g.transpose(x, 1, 2) if turned else x, (4, 6, 64, 32))
+    rows = g.reshape(g.permute(heads, (0, 2, 1, 3)), (256, 192))
+    rows = g.mul(rows, 0.125) if scaled else rows
+    g.output("rows", rows)
+    g.output("bias", g.reduction(g.cast(rows, torch.float32), (0,)))
+    return g
+
+
+@pytest.mark.parametrize(("turned", "count"), [(True, 2), (False, 1)])
+def test_a_copy_across_the_rows_of_a_reduction_is_a_kernel_of_its_own(
+    turned: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the sum it would be written an element at a time. The sum reads what was copied."""
+    steps = generated.selection(of_keys(turned).spec(), 132).steps
+    kernels = [step for step in steps if step.kind == "kernel"]
+    assert len(kernels) == count and {step.kind for step in steps if step.choice} == {"kernel"}
+    sums = next(s for s in kernels if any(node.op == "reduction" for node in s.spec.nodes))
+    assert turned == ("x" not in sums.spec.inputs)
+    generated.install(monkeypatch)
+    x = torch.randn(of_keys(turned).spec().tensors["x"].shape).bfloat16()
+    made = of_keys(turned).compile("cpu")(x=x)
+    exact = reference.run(of_keys(turned).spec(), [x], torch.float64)
+    for ours, want, dtype in zip(made, exact, (torch.bfloat16, torch.float32), strict=True):
+        numerics.check(ours, want, dtype, terms=256)
+
+
+def test_what_is_computed_across_the_rows_of_a_reduction_stays_with_it() -> None:
+    (kernel,) = kernels_of(of_keys(True, scaled=True))
+    assert {"mul", "reduction"} <= set(kernel)
