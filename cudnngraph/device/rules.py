@@ -148,8 +148,7 @@ class DeviceRules:
     padded_product_min: int = _measured(
         1 << 30,
         "multiplications of a product",
-        "from how many on 16-bit products of odd rows get rows of a multiple of 8",
-        page="h100-notes.md",
+        "from how many on 16-bit products of odd rows get rows of a multiple of 8 (an estimate)",
         alternative="the rows as they are",
         stage="import",
         others=(NO, ANY),
