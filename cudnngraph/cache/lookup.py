@@ -425,7 +425,10 @@ def _satisfies(record: PlanRecord, policy: Policy) -> bool:
 
 
 def _lacked_memory(record: PlanRecord) -> bool:
-    """Whether a candidate was passed over because the GPU had no memory to build it."""
+    """Whether a candidate was passed over by heuristics because the GPU had no memory to build it.
+    A search passes over what it has no memory to time, and is too long to be done again for it."""
+    if record.policy.get("tune") == "autotune":
+        return False
     reasons = (each.reason for step in record.steps for each in step.candidates)
     return any(map(names_shortage, reasons))
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 import cudnngraph as cg
 from cudnngraph.cache import lookup
@@ -40,6 +43,21 @@ def test_an_untuned_record_is_measured_once_and_replaced(world: World) -> None:
     assert again(tune="autotune").tier == "disk, serialized"
     assert again(tune="heuristic").tier == "disk, serialized"
     assert (kept_tune(world), len(world.measured), len(world.built)) == ("autotune", 1, 1)
+
+
+@pytest.mark.parametrize(("tune", "serves"), [("autotune", True), ("heuristic", False)])
+def test_a_search_that_had_no_memory_for_a_candidate_is_not_done_again(
+    world: World, tune: Any, serves: bool
+) -> None:
+    """Heuristics, which pass over the plans that come first then, are asked again."""
+    compiled(tune=tune)
+    record = from_json(world.file().read_text())
+    step = record.steps[0]
+    lost = replace(step.candidates[0], reason="out of memory")
+    short = replace(record, steps=(replace(step, candidates=(lost, *step.candidates)),))
+    policy = cg.Policy(tune="heuristic")
+    assert lookup._satisfies(record, policy)
+    assert lookup._satisfies(short, policy) is serves
 
 
 def test_an_untuned_program_in_memory_does_not_serve_autotune(world: World) -> None:
