@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from h200_masks import write
-from h200_steps import classes, forward_of, images, labels, step_of
+from h200_steps import classes, first_step, forward_of, images, labels, step_of
 from torch import nn
 
 import cudnngraph as cg
@@ -93,11 +93,8 @@ def _vision(
     """Of torchvision; ``place`` is "segmentation" or "video"."""
 
     def make() -> tuple[Trained, tuple[torch.Tensor, torch.Tensor]]:
-        import torchvision
-
         kinds = importlib.import_module(f"torchvision.models{'.' + place if place else ''}")
         made = getattr(kinds, name)(weights=None, **options)
-        del torchvision
         if place == "segmentation":
             return Trained(made, scores), (images(batch, side), labels(batch, side, side, words=21))
         if place == "video":
@@ -244,11 +241,7 @@ def build(model: Model, way: str, seed: int) -> tuple[Callable[[], torch.Tensor]
     step, optimizer = step_of(trained, forward_of(way, trained, "heuristic"), model.adam)
     if way.endswith("captured"):
         step = cg.capture_step(step, optimizers=optimizer, reuse_results=True)
-    start = time.perf_counter()
-    step(*batch)
-    torch.cuda.synchronize()
-    found: dict[str, Any] = {"first_s": time.perf_counter() - start}
-    torch.cuda.reset_peak_memory_stats()
+    found = first_step(step, batch)
     before = torch.cuda.memory_allocated()
     state = sum(p.nbytes for p in trained.parameters())
     for _ in range(4):
