@@ -137,11 +137,11 @@ def convert(
     ``constants`` holds a tensor for each placeholder that is none of ``placeholders``.
     ``keep_strides`` gives the outputs the strides that the trace says. ``on_gpu`` does what is
     faster there: images of three channels get a fourth where convolutions by constant weights alone
-    read them, several short sequences of attention are one, constant masks are aligned. ``kernels``
-    leaves nothing to torch that a generated kernel does. ``random`` takes ops that draw random
-    numbers as they are. ``saved`` are the places of results that only a gradient reads: they may be
-    views. ``folds`` puts norms beside convolutions into their weights. Raises :class:`CannotImport`
-    with the op and its line where that cannot be.
+    read them (not with ``keep_strides``), several short sequences of attention are one, constant
+    masks are aligned. ``kernels`` leaves nothing to torch that a generated kernel does. ``random``
+    takes ops that draw random numbers as they are. ``saved`` are the places of results that only a
+    gradient reads: they may be views. ``folds`` puts norms beside convolutions into their weights.
+    Raises :class:`CannotImport` with the op and its line where that cannot be.
     """
     options = (channels_last, keep_strides, on_gpu, kernels, random, saved, folds)
     return Importer(module, constants, placeholders, name, *options).run()
@@ -263,6 +263,7 @@ class Importer:
         (:attr:`DeviceRules.pads_three_channels`)."""
         return (
             self.on_gpu
+            and not self.keep_strides  # the caller's tensor is read as it is
             and rules().pads_three_channels
             and seen.dim() == 4
             and seen.shape[1] == 3

@@ -405,6 +405,7 @@ class _Compiled:
                 name="compiled",
                 channels_last=self._last,
                 keep_strides=True,
+                on_gpu=device.type == "cuda",
                 kernels=generates(self._policy),
                 random=True,
                 saved=self._saved(traced),

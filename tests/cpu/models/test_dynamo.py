@@ -13,9 +13,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph.device.rules import NO, following
+from cudnngraph.errors import CannotImport
+from cudnngraph.models import dynamo
+from cudnngraph.models.convert import convert
+from tests import numerics
 from tests.models import turned
 
 EXACT = 1e-5
+BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -244,3 +250,66 @@ def test_results_that_are_no_tensors_are_refused() -> None:
             match=r"Boxed returns a Result, which a graph does not: .*return the tensors in it",
         ):
             cg.fuse(copy.deepcopy(Boxed()).eval(), torch.randn(2, 3), check=check)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_graph_is_imported_for_the_device_that_it_runs_on(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def noted(*args: Any, on_gpu: bool, **options: Any) -> Any:
+        asked.append(on_gpu)
+        raise CannotImport("enough is seen")
+
+    monkeypatch.setattr(dynamo, "convert", noted)
+    monkeypatch.setattr(dynamo, "_device_of", lambda args: torch.device(kind))
+    x = torch.randn(4, 8, requires_grad=True)
+    compiled(nn.Linear(8, 8))(x).sum().backward()
+    assert asked == [kind == "cuda"] * 2  # forward and backward
+
+
+class Scored(nn.Module):
+    """Words of an odd number, and the weights by which they are read and scored alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(37, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.layer(self.words(x)), self.words.weight)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_done_for_a_gpu_is_right_through_torch_compile(
+    inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def for_a_gpu(*args: Any, on_gpu: bool, **options: Any) -> Any:
+        made.append(convert(*args, on_gpu=True, **options))
+        return made[-1]
+
+    monkeypatch.setattr(dynamo, "convert", for_a_gpu)
+    torch.manual_seed(0)
+    model, x = Scored().to(BF16).requires_grad_(not inference), torch.randint(37, (4, 6))
+    with following((("padded_product_min", NO),)):
+        ours = compiled(model)(x)
+        found = [] if inference else torch.autograd.grad(ours.float().sum(), model.parameters())
+    exact = copy.deepcopy(model).double()
+    want = exact(x)
+    numerics.check(ours, want, BF16, terms=64)
+    if not inference:
+        grads = torch.autograd.grad(want.sum(), exact.parameters())
+        for ours, want in zip(found, grads, strict=True):
+            numerics.check(ours, want, BF16, terms=64)
+    sizes = {
+        size
+        for imported in made
+        for node in imported.spec.nodes
+        if node.op == "matmul"
+        for name in (*node.operands, *node.results)
+        for size in imported.spec.tensors[name].shape
+    }
+    assert 40 in sizes and 37 not in sizes
