@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from ..device.rules import rules
-from ..ir.spec import GraphSpec, Node, TensorSpec, memory_order, numel
+from ..ir.spec import GraphSpec, Node, TensorSpec, memory_order, numel, once
 from .index import Sum, Var, counter, digits, place, reshaped
 from .parts import counted, parts_of, run_of
 from .rules import RULES
@@ -121,12 +121,16 @@ def check_count(spec: GraphSpec) -> None:
 
 def tape_of(spec: GraphSpec) -> list[Value]:
     """The values of the outputs. Raises :class:`Refused`."""
+    return list(once(spec, ("tape", rules().kernel_min_run_bytes), _tape_of, spec))
+
+
+def _tape_of(spec: GraphSpec) -> list[Value]:
     check_count(spec)
     values: dict[str, Value] = {}
     for name in spec.inputs:
         tensor = spec.tensors[name]
         if tensor.dtype not in MEMORY:
-            raise Refused(f"'{name}' is {str(tensor.dtype).removeprefix('torch.')}")
+            raise Refused(f"an input is {str(tensor.dtype).removeprefix('torch.')}")
         values[name] = Read(tensor.shape, tensor, type=REGISTER[tensor.dtype])
     for node in spec.nodes:
         if node.op == "constant":

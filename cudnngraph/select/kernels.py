@@ -15,6 +15,7 @@ import torch
 
 from ..backend import env
 from ..backend.plan import Choice
+from ..ir.key import step_digest
 from ..ir.spec import GraphSpec, memory_order
 from ..kernels import kernel, patterns
 from ..kernels.pieces import apart
@@ -59,6 +60,7 @@ class Kernels:
         self.why_none = why_none
         # Nodes of one name may be others in another graph, such as one with channels last.
         self._known: dict[tuple[CutGraph, tuple[str, ...]], Choice | str] = {}
+        self._alike: dict[str, Choice | str] = {}  # by what regions compute: layers repeat
 
     @classmethod
     def on(cls, device_index: int) -> Kernels:
@@ -78,7 +80,17 @@ class Kernels:
             return self.why_none
         try:
             _check_size(nodes, graph.spec)
-            return patterns.by_rule(self._allowed(subgraph_of(graph, nodes)), self._processors)
+            part = self._allowed(subgraph_of(graph, nodes))
+        except Refused as reason:
+            return str(reason)
+        digest = step_digest(part)
+        if digest not in self._alike:
+            self._alike[digest] = self._by_rule(part)
+        return self._alike[digest]
+
+    def _by_rule(self, part: GraphSpec) -> Choice | str:
+        try:
+            return patterns.by_rule(part, self._processors)
         except Refused as reason:
             return str(reason)
         except Exception as error:  # of a rule that never saw such a graph: torch runs it then

@@ -310,3 +310,30 @@ def test_fp8_takes_a_gpu_that_has_it(capability: int) -> None:
     assert [step.kind for step in selection.steps] == ["torch" if capability < 89 else "kernel"]
     said = "numbers of FP8 take a GPU of compute capability 8.9" in reasons(selection)
     assert said == (capability < 89)
+
+
+def layers(widths: Sequence[int]) -> GraphSpec:
+    """Softmaxes of layers, one behind another, with products between them."""
+    g = cg.Graph("layers")
+    x = g.input("x", (64, widths[0]), F16)
+    for at, (width, wide) in enumerate(zip(widths, [*widths[1:], 8], strict=True)):
+        x = g.matmul(g.softmax(g.mul(x, x), -1), g.input(f"w{at}", (width, wide), F16))
+    g.output("y", x)
+    return g.spec()
+
+
+def test_regions_that_are_alike_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[int, ...]] = []
+    real = patterns.by_rule
+
+    def counted(spec: GraphSpec, processors: int) -> Choice:
+        written.append(spec.tensors[spec.outputs[0]].shape)
+        return real(spec, processors)
+
+    monkeypatch.setattr(patterns, "by_rule", counted)
+    run(layers([32] * 6), KernelBench({}, lambda spec, choice: 3.0))
+    alike = len(written)
+    written.clear()
+    run(layers([32, 48, 64, 80, 96, 112]), KernelBench({}, lambda spec, choice: 3.0))
+    assert {width for _, width in written} >= {32, 48, 64, 80, 96, 112}
+    assert 3 * alike < len(written)
