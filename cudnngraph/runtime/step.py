@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.weak import TensorWeakRef
 
 from ..arguments import shown
 from ..errors import CaptureError, PolicyError
@@ -42,10 +43,12 @@ def capture_step(
     which the next call overwrites. On a CPU a call is a call.
 
     What Python does in ``step`` happens once, when it is captured: counters, printing, learning
-    rates. ``optimizers`` (one or several) are made ready for a capture, and a step is captured anew
-    when one of their numbers has changed; a learning rate that changes at every step has to be a
-    tensor. SGD, Adam and AdamW that are ``fused=True`` run as generated kernels where their tensors
-    are float32. Forms beyond ``max_shapes`` are not captured.
+    rates. Gradients that it exchanges for others (``zero_grad(set_to_none=True)``) are let go for
+    the capture: it finds None there, as in its first call. ``optimizers`` (one or several) are made
+    ready for a capture, and a step is captured anew when one of their numbers has changed; a
+    learning rate that changes at every step has to be a tensor. SGD, Adam and AdamW that are
+    ``fused=True`` run as generated kernels where their tensors are float32. Forms beyond
+    ``max_shapes`` are not captured.
 
     Calls raise :class:`CaptureError`, with the line at fault, for a step that cannot be captured:
     one that reads a tensor on the host (``.item()``, ``if tensor``), or is given one that lies
@@ -70,6 +73,7 @@ class _Form:
         self.given: list[Any] = []
         self.made: Any = None
         self.held: list[torch.Tensor] = []  # gradients that the graph writes
+        self.anew: list[torch.Tensor] = []  # parameters that a step gives a gradient of its own
 
 
 class CapturedStep:
@@ -122,7 +126,12 @@ class CapturedStep:
                 return self._step(*args, **kwargs)
             if form.calls < self._warm_up:
                 form.calls += 1
-                return self._warmed(args, kwargs)
+                found = [(p, p.grad) for p in self._parameters()]
+                before = [(p, TensorWeakRef(grad)) for p, grad in found if grad is not None]
+                del found  # else they would live on while new ones are made
+                made = self._warmed(args, kwargs)
+                form.anew = [p for p, old in before if p.grad is not old()]
+                return made
             numbers = self._numbers()
             if form.captured is None or form.numbers != numbers:
                 if form.captured is not None:
@@ -208,6 +217,11 @@ class CapturedStep:
         form.captured, form.made, form.held = None, None, []
         form.given = [_own(leaf) for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(form.given, tree)
+        if self._stream is not None:  # the graph has memory of its own
+            self._stream.synchronize()
+            PROCESS.workspace.release(torch.cuda.current_device(), self._stream.cuda_stream)
+        for parameter in form.anew:
+            parameter.grad = None
         parameters = self._parameters()
         gradients = [parameter.grad for parameter in parameters]
 
@@ -223,8 +237,6 @@ class CapturedStep:
                 parameter.grad = gradient
             del self._forms[next(key for key, each in self._forms.items() if each is form)]
             raise CaptureError(f"the step cannot be captured: {_said(error)}") from error
-        if self._stream is not None:  # the graph has memory of its own
-            PROCESS.workspace.release(torch.cuda.current_device(), self._stream.cuda_stream)
         form.held = [each for each in gradients if each is not None]
         form.held += [p.grad for p in parameters if p.grad is not None]
 

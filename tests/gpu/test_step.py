@@ -131,6 +131,42 @@ def test_a_graph_for_each_form_and_results_of_ones_own() -> None:
     assert first[1].data_ptr() == first[2].data_ptr()
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_a_step_exchanges_are_let_go_before_the_capture(to_none: bool) -> None:
+    net = torch.nn.Linear(4096, 4096, device="cuda")
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    x = torch.randn(8, 4096, device="cuda")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=to_none)
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def peak(call: Any, calls: int) -> int:
+        """The most memory of some calls, beyond what there was before them."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for _ in range(calls):
+            call(x)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(step, 2)
+    eager = peak(step, 2)
+    call = cg.capture_step(step, optimizers=optimizer, warm_up=2)
+    peak(call, 2)
+    assert peak(call, 2) <= eager + net.weight.nbytes // 4
+    last = net.weight.grad
+    assert last is not None
+    call(x)
+    wanted = torch.autograd.grad(net(x).square().mean(), net.weight)[0]
+    call(x)
+    torch.testing.assert_close(last, wanted, rtol=1e-3, atol=1e-6)
+
+
 def test_a_step_that_reads_on_the_host_is_refused_with_its_line() -> None:
     net = Net().cuda()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
