@@ -52,6 +52,7 @@ from .frames import frame_of, is_frame
 from .pad_channels import pad_channels
 from .pad_products import pad_products
 from .results import Result, results_of
+from .retrace import LIES
 from .rules.base import Arguments, Rule, Skip, gives_many, reads, spread
 from .rules.norm import Norm, norm_of
 from .rules.table import rule_of
@@ -130,20 +131,21 @@ def convert(
     kernels: bool = False,
     random: bool = False,
     saved: Sequence[int] = (),
+    as_made: bool = False,
     folds: bool = True,
 ) -> Imported:
     """The graph of ATen ops ``module`` as one of ours.
 
     ``constants`` holds a tensor for each placeholder that is none of ``placeholders``.
-    ``keep_strides`` gives the outputs the strides that the trace says. ``on_gpu`` does what is
-    faster there: images of three channels get a fourth where convolutions by constant weights alone
-    read them (not with ``keep_strides``), several short sequences of attention are one, constant
-    masks are aligned. ``kernels`` leaves nothing to torch that a generated kernel does. ``random``
-    takes ops that draw random numbers as they are. ``saved`` are the places of results that only a
-    gradient reads: they may be views. ``folds`` puts norms beside convolutions into their weights.
-    Raises :class:`CannotImport` with the op and its line where that cannot be.
+    ``keep_strides`` gives the outputs the strides of the trace. ``on_gpu`` does what is faster
+    there: images of three channels get a fourth where convolutions by constant weights alone read
+    them (not with ``keep_strides``), several short sequences of attention are one, constant masks
+    are aligned. ``kernels`` leaves nothing to torch that a generated kernel does. ``random`` takes
+    ops that draw random numbers as they are. ``saved`` are the places of results that only a
+    gradient reads: they may be views, and with ``as_made`` images lie as they are made. ``folds``
+    puts norms into the weights of convolutions. Raises :class:`CannotImport` with the op's line.
     """
-    options = (channels_last, keep_strides, on_gpu, kernels, random, saved, folds)
+    options = (channels_last, keep_strides, on_gpu, kernels, random, saved, as_made, folds)
     return Importer(module, constants, placeholders, name, *options).run()
 
 
@@ -179,6 +181,7 @@ class Importer:
     kernels: bool
     random: bool
     saved: Sequence[int]
+    as_made: bool
     folds: bool
     env: dict[torch.fx.Node, Any] = field(default_factory=dict)
     opaque: dict[str, Opaque] = field(default_factory=dict)  # by the graph's nodes
@@ -247,7 +250,8 @@ class Importer:
         self._by_input[label] = user[node.name]
         self.examples |= {max(1, length) for length in seen.shape[:1]}
         shape, layout = tuple(seen.shape), None
-        stride: Any = None if overlaps_itself(shape, seen.stride()) else tuple(seen.stride())
+        stride: Any = node.meta.get(LIES, tuple(seen.stride()))
+        stride = None if overlaps_itself(shape, stride) else stride
         if self._is_image(seen):
             stride, layout = None, "channels_last"
             if self._wants_padding(node, seen):

@@ -18,17 +18,18 @@ import torch
 from .. import settings
 from ..arguments import shown
 from ..errors import CannotImport, GraphError, PolicyError
+from ..ir.spec import overlaps_itself
 from ..ops.meta import as_held
 from ..runtime import comparison, custom_ops
 from ..runtime.compile import compile, generates
-from . import again, cut, effects, known_masks, report, saved, whole, written
+from . import again, cut, effects, group_norms, known_masks, report, saved, whole, written
 from .bound import MAX_SHAPES, Direct
 from .convert import convert
 from .draws import Draw, take_out
 from .garbage import new_collected
 from .replay import Replayed
 from .report import Report
-from .retrace import retraced
+from .retrace import fits, inputs_of, is_known, retraced
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -81,6 +82,7 @@ def backend(
     names, number = _input_names(module), next(_numbers)
     known_masks.flag(module)
     whole.keep(module)
+    group_norms.keep(module)
     cut.write_out(module)
 
     def built(
@@ -120,6 +122,8 @@ def backend(
             forward = forwards.pop()
             saved.compute_again(traced, forward.traced)
             forward.leave_out(saved.unread(traced))
+            if isinstance(forward, _Compiled):  # and no torch op between parts reads them
+                forward.let_lie_as_made(is_known(traced) and not cut.is_needed(traced))
         saved.allow_again()
         title = f"backward {number}"
         return built(traced, (), _gradient_names(names), title, gradients=True)
@@ -218,6 +222,7 @@ class _Made:
     draws: Sequence[Draw]
     traced: torch.fx.GraphModule
     left_out: frozenset[int]
+    as_traced: bool  # it is given images in the order that was traced
 
 
 class _Compiled:
@@ -241,6 +246,8 @@ class _Compiled:
         self.traced, self._title = traced, title
         self._names, self._gradients = names, gradients
         self._unread: tuple[int, ...] = ()  # results
+        self._as_made = False  # images that are saved lie so
+        self._strides = _strides_of_images(traced) if gradients else {}
         self._check = bool(options["check"])
         self._static = tuple(place for place in static if place not in self._written)
         self._last = bool(options.get("channels_last", False))
@@ -282,6 +289,10 @@ class _Compiled:
             at for at in self._saved(self.traced) if getattr(results[at], "name", None) in unread
         )
 
+    def let_lie_as_made(self, allowed: bool) -> None:
+        """Save images in the order in which they are made, if the backward takes them so."""
+        self._as_made = allowed
+
     def make_none(self, places: Iterable[int]) -> None:
         """Make no results in these places, behind those that are written: nothing reads them."""
         self._unread = tuple(len(self._written) + at for at in places)
@@ -318,6 +329,8 @@ class _Compiled:
                 results = self._effects.split(list(self.traced(*self._as_traced(args))))
                 written.write([args[at] for at in self._written], results[: len(self._written)])
                 return results[len(self._written) :]
+            if found.as_traced:
+                args[:] = self._as_traced(args)
             tensors = [
                 as_held(arg) if place in self._lazy else arg
                 for place, arg in enumerate(args)
@@ -358,12 +371,17 @@ class _Compiled:
         return bound.write(targets, results)
 
     def _as_traced(self, args: Sequence[Any]) -> list[Any]:
-        """The inputs, conjugates and negatives as those views of memory that were traced: torch's
-        own ops ask."""
-        return [
+        """The inputs, conjugates and negatives as those views of memory that were traced, and
+        images in the order that was: torch's own ops ask."""
+        held = [
             _lazily(arg, *self._lazy[place]) if place in self._lazy else arg
             for place, arg in enumerate(args)
         ]
+        for place, stride in self._strides.items():
+            arg = held[place]
+            if arg.dim() == len(stride) and arg.stride() != stride:
+                held[place] = arg.new_empty_strided(arg.shape, stride).copy_(arg)
+        return held
 
     def _notice_changes(self, args: Sequence[Any]) -> None:
         """Bind the weights anew that were written or exchanged since the last call."""
@@ -388,7 +406,10 @@ class _Compiled:
         try:
             if not self._lazy.keys().isdisjoint(self._written):
                 raise CannotImport("it writes over a view that conjugates or negates")
-            traced = retraced(self.traced, args)
+            known = is_known(self.traced)
+            as_traced = self._gradients and not fits(self.traced, args, any_order=True)
+            args = self._as_traced(args) if as_traced else args
+            traced = retraced(self.traced, args, any_order=self._gradients)
             forms = saved.without(traced, self._unread)
             names = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
             draws = take_out(traced)
@@ -409,6 +430,7 @@ class _Compiled:
                 kernels=generates(self._policy),
                 random=True,
                 saved=self._saved(traced),
+                as_made=self._as_made and known,
             )
             results = list(imported.results)
             for place, form in forms.items():
@@ -422,7 +444,7 @@ class _Compiled:
             run = (
                 Replayed(bound, device, self._returned(traced)).run if self._replays else bound.run
             )
-            return _Made(bound, run, device, draws, traced, frozenset(forms))
+            return _Made(bound, run, device, draws, traced, frozenset(forms), as_traced)
         except (CannotImport, GraphError) as error:
             _log.warning("a graph of torch.compile runs by torch: %s", error)
             self._left_to_torch(args, str(error))
@@ -433,11 +455,23 @@ class _Compiled:
 
 def _lazy_places(traced: torch.fx.GraphModule) -> dict[int, tuple[bool, bool]]:
     """The places of inputs whose memory holds conjugates of their numbers, and negatives."""
-    seen = [node.meta.get("val") for node in traced.graph.nodes if node.op == "placeholder"]
+    seen = [node.meta.get("val") for node in inputs_of(traced.graph)]
     return {
         place: (each.is_conj(), each.is_neg())
         for place, each in enumerate(seen)
         if isinstance(each, torch.Tensor) and (each.is_conj() or each.is_neg())
+    }
+
+
+def _strides_of_images(traced: torch.fx.GraphModule) -> dict[int, tuple[int, ...]]:
+    """The strides of what may lie otherwise than it was traced, by place."""
+    seen = [node.meta.get("val") for node in inputs_of(traced.graph)]
+    return {
+        place: tuple(each.stride())
+        for place, each in enumerate(seen)
+        if isinstance(each, torch.Tensor) and each.dim() > 3
+        if all(type(n) is int for n in (*each.shape, *each.stride()))
+        if not overlaps_itself(tuple(each.shape), tuple(each.stride()))
     }
 
 

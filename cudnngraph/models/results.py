@@ -11,7 +11,7 @@ import torch
 
 from ..errors import CannotImport
 from ..graph.value import Value
-from ..ir.spec import contiguous_strides, is_dense, overlaps_itself
+from ..ir.spec import TensorSpec, contiguous_strides, is_dense, memory_order, overlaps_itself
 from ..ops.base import FLOATS
 from .aten_ops import hands_on, is_laid_out
 
@@ -31,7 +31,9 @@ def results_of(c: Importer, node: torch.fx.Node) -> list[Result]:
     flat = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
     shown = _views(c, flat)
     return [
-        _shown(c, each, shown[place], named) if place in shown else _result(c, each, named)
+        _shown(c, each, shown[place], named)
+        if place in shown
+        else _result(c, each, named, as_made=c.as_made and place in c.saved)
         for place, each in enumerate(flat)
     ]
 
@@ -88,7 +90,7 @@ def _shown(c: Importer, node: torch.fx.Node, whole: torch.fx.Node, named: _Named
     return "view", (root, tuple(seen.shape), tuple(seen.stride()), past)
 
 
-def _result(c: Importer, each: Any, named: _Named) -> Result:
+def _result(c: Importer, each: Any, named: _Named, *, as_made: bool = False) -> Result:
     value = c.env[each] if isinstance(each, torch.fx.Node) else each
     counted = _counted(c, each)
     if counted is not None:
@@ -105,6 +107,8 @@ def _result(c: Importer, each: Any, named: _Named) -> Result:
     if place is not None and not own:
         return "input", place
     kept = c.keep_strides or place is not None or is_laid_out(each)
+    if as_made and place is None and value.spec is not None and seen is not None:
+        kept = is_laid_out(each) or not _better_laid(value.spec, tuple(seen.stride()))
     if len(value.shape) < 4 and seen is not None:  # within a graph they may lie by channels
         kept |= is_dense(value.shape, tuple(seen.stride()))
     stride = tuple(seen.stride()) if kept and seen is not None else None
@@ -116,12 +120,22 @@ def _result(c: Importer, each: Any, named: _Named) -> Result:
     return "expand", (_output(c, *single, named), value.shape)
 
 
+def _better_laid(made: TensorSpec, traced: tuple[int, ...]) -> bool:
+    """Whether an image lies better as it is made: without gaps, or by channels where torch would
+    have rows."""
+    shape = made.shape
+    if overlaps_itself(shape, traced) or not is_dense(shape, made.stride):
+        return False
+    lies = memory_order(shape, made.stride)
+    return lies != tuple(range(len(shape))) or lies == memory_order(shape, traced)
+
+
 def _output(c: Importer, value: Value, stride: tuple[int, ...] | None, named: _Named) -> str:
     """The name of the output that is a value in these strides."""
     copied = c.place_of(value) is not None
     known = {} if copied else named.setdefault(value.name, {})  # each copy is one
     floats = value.spec is not None and value.spec.dtype in FLOATS
-    if stride in known or (known and not floats):
+    if stride in known or (known and (stride is None or not floats)):
         return known.get(stride) or next(iter(known.values()))
     if copied or known:
         value = c.g.identity(value) if floats else c.clone(value)

@@ -8,20 +8,31 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..ir.spec import is_dense
 from . import whole
 from .compiler import is_compiling
 
+#: In a placeholder's meta: the strides of what is given, where they are not those of the trace.
+LIES = "cudnngraph_lies"
 
-def retraced(traced: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.GraphModule:
+
+def retraced(
+    traced: torch.fx.GraphModule, args: Sequence[Any], *, any_order: bool = False
+) -> torch.fx.GraphModule:
     """A graph of ATen ops as it runs on ``args``, with the form of each value: a copy.
 
     AOTAutograd has said these forms if its own examples had those of ``args``; for others the graph
-    is traced again, which takes torch a millisecond and more for each op.
+    is traced again, which takes torch a millisecond and more for each op. With ``any_order`` images
+    may lie otherwise than they were traced, dense: :data:`LIES` tells how.
     """
-    if _fits(traced, args):
+    if fits(traced, args, any_order=any_order):
         graph = torch.fx.Graph()
         graph.output(graph.graph_copy(traced.graph, {}))
         whole.as_torch(graph)
+        for node, arg in zip(inputs_of(graph), args, strict=True):
+            seen = node.meta.get("val")
+            if node.users and isinstance(seen, torch.Tensor) and seen.stride() != arg.stride():
+                node.meta[LIES] = tuple(arg.stride())
         return torch.fx.GraphModule(traced, graph)
     from torch._dynamo.convert_frame import compile_lock
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -35,9 +46,15 @@ def retraced(traced: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.Grap
     return made
 
 
-def _fits(traced: torch.fx.GraphModule, args: Sequence[Any]) -> bool:
-    """Whether the forms in a graph are all known, and those of its inputs are those of ``args``."""
-    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+def inputs_of(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The placeholders."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def fits(traced: torch.fx.GraphModule, args: Sequence[Any], *, any_order: bool = False) -> bool:
+    """Whether the forms in a graph are all known, and those of its inputs are those of ``args``;
+    with ``any_order`` maybe but for how images lie."""
+    inputs = inputs_of(traced.graph)
     if len(inputs) != len(args):
         return False
     for node, arg in zip(inputs, args, strict=True):
@@ -45,13 +62,28 @@ def _fits(traced: torch.fx.GraphModule, args: Sequence[Any]) -> bool:
         if not isinstance(arg, torch.Tensor):
             if type(seen) is not type(arg) or seen != arg:
                 return False
-        elif node.users and (not isinstance(seen, torch.Tensor) or _form(seen) != _form(arg)):
+        elif node.users and (
+            not isinstance(seen, torch.Tensor) or not _alike(seen, arg, any_order)
+        ):
             return False
+    return is_known(traced)
+
+
+def is_known(traced: torch.fx.GraphModule) -> bool:
+    """Whether the forms in a graph are all known."""
     return all(
         "val" in node.meta and _is_known(node.meta["val"])
         for node in traced.graph.nodes
         if node.op == "call_function" or (node.op == "placeholder" and node.users)
     )
+
+
+def _alike(seen: torch.Tensor, arg: torch.Tensor, any_order: bool) -> bool:
+    """Whether a tensor has the form that was traced, or is an image that lies otherwise."""
+    if _form(seen) == _form(arg):
+        return True
+    alike = seen.shape == arg.shape and seen.dtype == arg.dtype and seen.device == arg.device
+    return any_order and alike and arg.dim() > 3 and is_dense(tuple(arg.shape), arg.stride())
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -84,7 +84,8 @@ def _behind(name: str, rank: int, corners: bool, scales: Sequence[float] | None)
     return [*([] if "nearest" in name else [corners]), *(scales or (None,) * rank)]
 
 
-def _no_casts(x: Tensor) -> AbstractContextManager[Any]:
+def no_casts(x: Tensor) -> AbstractContextManager[Any]:
+    """Without autocast on the device of x."""
     if not torch.amp.is_autocast_available(x.device.type):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
@@ -93,7 +94,7 @@ def _no_casts(x: Tensor) -> AbstractContextManager[Any]:
 def _resize(
     x: Tensor, name: str, size: list[int], corners: bool, scales: list[float] | None
 ) -> Tensor:
-    with _no_casts(x):
+    with no_casts(x):
         more = _behind(name, len(size), corners, scales)
         made: Tensor = getattr(_aten, name).default(x, size, *more)
         return made
@@ -107,7 +108,7 @@ def _resize_backward(
     corners: bool,
     scales: list[float] | None,
 ) -> Tensor:
-    with _no_casts(dy):
+    with no_casts(dy):
         more = _behind(name, len(size), corners, scales)
         made: Tensor = getattr(_aten, f"{name}_backward").default(dy, size, image, *more)
         return made

@@ -39,8 +39,26 @@ def _expand(call: InferContext) -> list[Result] | None:
         )
         return None
     call.attrs["shape"], call.attrs["dims"] = shape, dims
-    order = like_order(x) if x.shape == shape else tuple(range(rank))
-    return [Result(shape, x.dtype, order)]
+    return [Result(shape, x.dtype, _expanded_order(x, shape, dims))]
+
+
+def _expanded_order(x: TensorSpec, shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
+    """The order of x, with each dim that is new or repeated before the one behind it: the halves of
+    a stack of images that have channels last are before their channels. The first stays first."""
+    kept = [dims[at] for at in like_order(x) if x.shape[at] == shape[dims[at]] != 1]
+    order, rank = list(kept), len(shape)
+    if order == sorted(order):
+        return tuple(range(rank))
+    for dim in reversed(range(rank)):
+        if dim in kept:
+            continue
+        if dim == 0:
+            order.insert(0, dim)
+        elif dim + 1 in order:
+            order.insert(order.index(dim + 1), dim)
+        else:
+            order.insert(1 + order.index(max(each for each in kept if each < dim)), dim)
+    return tuple(order)
 
 
 def _reshape(call: InferContext) -> list[Result] | None:

@@ -120,10 +120,16 @@ def _group_norm_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
     With n = (x - mean) / deviation, s the sum of dy * weight over a group of m elements, and p that
     of dy * weight * n: dx = (dy * weight - s / m - n * p / m) / deviation.
     """
-    x, dy = c.value(a["input"]), c.value(a["grad_out"])
+    x, dy, mean, inverse = (c.value(a[name]) for name in ("input", "grad_out", "mean", "rstd"))
     if not takes_group_norm(c, x):
         raise Skip
     g, groups, (n, channels, *pixels) = c.g, int(a["group"]), x.shape
+    made, weight = x.dtype, None if a["weight"] is None else c.value(a["weight"])
+
+    def cast(value: Value, dtype: torch.dtype = mean.dtype) -> Value:
+        return value if value.dtype == dtype else g.cast(value, dtype)
+
+    x, dy = cast(x), cast(dy)
     over, width = tuple(range(2, len(x.shape))), channels // groups
     column = (n, channels, *(1,) * len(pixels))
 
@@ -136,24 +142,25 @@ def _group_norm_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
         total = g.reduction(g.reshape(sums, (n, groups, width)), 2, "sum", True)
         return by_channel(g.mul(total, 1.0 / (width * math.prod(pixels))))
 
-    inverse = by_channel(c.value(a["rstd"]))
-    normal = g.mul(g.sub(x, by_channel(c.value(a["mean"]))), inverse)
+    inverse = by_channel(inverse)
+    normal = g.mul(g.sub(x, by_channel(mean)), inverse)
     sums = g.reduction(dy, over, "sum", True)
     products = g.reduction(g.mul(dy, normal), over, "sum", True)
     of_x, of_weight, of_bias = a["output_mask"]
     dx = None
     if of_x:
         gain = None
-        if a["weight"] is not None:
-            gain = g.reshape(g.expand(c.value(a["weight"]), (n, channels), (1,)), column)
+        if weight is not None:
+            gain = g.reshape(g.expand(cast(weight), (n, channels), (1,)), column)
         scaled, first, second = (
             each if gain is None else g.mul(each, gain) for each in (dy, sums, products)
         )
         pull = g.add(of_group(first), g.mul(normal, of_group(second)))
-        dx = g.mul(g.sub(scaled, pull), inverse)
+        dx = cast(g.mul(g.sub(scaled, pull), inverse), made)
     rows = (g.reshape(each, (n, channels)) for each in (products, sums))
+    kind = made if weight is None else weight.dtype
     vectors = (
-        g.reduction(each, 0) if wanted else None
+        cast(g.reduction(each, 0), kind) if wanted else None
         for each, wanted in zip(rows, (of_weight, of_bias), strict=True)
     )
     return (dx, *vectors)
@@ -209,3 +216,6 @@ RULES: dict[str, Rule] = {
     "_softmax_backward_data": _softmax_backward,
     "_log_softmax_backward_data": _log_softmax_backward,
 }
+
+#: See :mod:`~cudnngraph.models.group_norms`.
+FOREIGN: dict[str, Rule] = {"cudnngraph::group_norm_backward": _group_norm_backward}

@@ -216,3 +216,6 @@ RULES: dict[str, Rule] = {
     "native_layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
 }
+
+#: See :mod:`~cudnngraph.models.group_norms`.
+FOREIGN: dict[str, Rule] = {"cudnngraph::group_norm": _group_norm}

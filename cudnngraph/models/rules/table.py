@@ -34,7 +34,10 @@ RULES: Mapping[Any, Rule] = {
     packet: rule for part in _PARTS for name, rule in part.RULES.items() for packet in packets(name)
 }
 
+#: Ops of other libraries and of ours that a trace keeps whole, by their full names.
+FOREIGN: Mapping[str, Rule] = {**experts.FOREIGN, **norm.FOREIGN, **gradients.FOREIGN}
+
 
 def rule_of(op: Any) -> Rule | None:
     """How an overload of torch's, or of another library, is said in a graph of ours."""
-    return RULES.get(op.overloadpacket) or experts.FOREIGN.get(op._schema.name)
+    return RULES.get(op.overloadpacket) or FOREIGN.get(op._schema.name)

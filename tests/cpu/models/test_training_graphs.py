@@ -375,8 +375,13 @@ def test_a_report_says_why_a_graph_is_left_to_torch() -> None:
 
 def test_a_graph_is_traced_again_for_other_forms_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
-    real = retrace._fits
-    monkeypatch.setattr(retrace, "_fits", lambda *args: found.append(real(*args)) or found[-1])
+    real = retrace.fits
+
+    def noted(*args: Any, **options: Any) -> bool:
+        found.append(real(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(retrace, "fits", noted)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
     plain = copy.deepcopy(model)
     run = compiled(model)

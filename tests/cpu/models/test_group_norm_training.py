@@ -1,0 +1,109 @@
+"""Group norms through torch.compile: right, and in the layout of their images."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cudnngraph as cg
+from cudnngraph.models import group_norms
+from tests import numerics
+
+Tensor = torch.Tensor
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Normed(nn.Module):
+    """Norms behind convolutions: of groups, of all channels, and one whose bias alone is wanted."""
+
+    def __init__(self, rank: int, affine: bool) -> None:
+        super().__init__()
+        conv: Any = nn.Conv2d if rank == 4 else nn.Conv3d
+        self.first, self.second = conv(3, 8, 3, padding=1), conv(8, 8, 3, padding=1)
+        self.norm, self.last = nn.GroupNorm(4, 8, affine=affine), nn.GroupNorm(1, 8)
+        self.last.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.silu(self.norm(self.first(x)))
+        normed: Tensor = self.last(y + self.second(y))
+        return normed
+
+
+def gradients(model: nn.Module, run: Any, x: Tensor, by: Tensor) -> list[Tensor]:
+    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
+    y = run(x)
+    return [y, *torch.autograd.grad((y.double() * by).sum(), leaves)]
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("rank", [4, 5])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_group_norms_train(dtype: torch.dtype, rank: int, last: bool, affine: bool) -> None:
+    torch.manual_seed(0)
+    model = Normed(rank, affine).to(dtype)
+    x = torch.randn(2, 3, *(6, 5, 4)[: rank - 2]).to(dtype)
+    if last:
+        form = torch.channels_last if rank == 4 else torch.channels_last_3d
+        model, x = model.to(memory_format=form), x.contiguous(memory_format=form)
+    by = torch.randn(2, 8, *x.shape[2:], dtype=torch.float64)
+    exact = copy.deepcopy(model).double()
+    ours: Any = torch.compile(model, backend="cudnngraph")
+    found = gradients(model, ours, x.requires_grad_(), by)
+    eager = gradients(model, model, x, by)
+    wanted = gradients(exact, exact, x.detach().double().requires_grad_(), by)
+    assert found[0].stride() == eager[0].stride()
+    for mine, theirs, want in zip(found, eager, wanted, strict=True):
+        assert mine.dtype == theirs.dtype
+        off, by_eager = (numerics.relative_error(each, want) for each in (mine, theirs))
+        assert off <= max(2 * by_eager, 4 * torch.finfo(dtype).eps)
+    reports = [each for each in cg.reports() if not each.refused]
+    assert len(reports) == 2 and not any(each.opaque for each in reports)
+
+
+def test_autocast_casts_for_a_group_norm_as_torch_does() -> None:
+    model, x = Normed(4, True), torch.randn(2, 3, 6, 5)
+    ours: Any = torch.compile(model, backend="cudnngraph")
+    with torch.autocast("cpu", BF16):
+        y, want = ours(x), model(x)
+    assert y.dtype == want.dtype
+    numerics.check(y, want, BF16, terms=72)
+
+
+def test_a_norm_keeps_its_layout_and_results_have_that_of_torch() -> None:
+    """On a device that is no CPU torch's norms are contiguous."""
+    kept: list[torch.fx.GraphModule] = []
+
+    def noted(module: torch.fx.GraphModule, given: Any) -> Any:
+        group_norms.keep(module)
+        kept.append(module)
+        return module
+
+    def normed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = F.group_norm(x, 2)
+        return y, torch.group_norm(x, 2).relu(), F.conv2d(y, x.new_empty(4, 8, 1, 1))
+
+    x = torch.empty(2, 8, 6, 5, device="meta").contiguous(memory_format=torch.channels_last)
+    ours: Any = torch.compile(normed, backend=noted)
+    strides = [each.stride() for each in ours(x)]
+    assert strides == [each.stride() for each in normed(x)] and x.stride() not in strides[:2]
+    called = [n.target for n in kept[0].graph.nodes if n.op == "call_function"]
+    assert called.count(group_norms.group_norm) == 2
+    assert group_norms.group_norm(x, 2, dtype=F32).stride() == x.stride()
+    by = torch.empty_like(x, memory_format=torch.contiguous_format)
+    leaf = x.detach().requires_grad_()
+    (dx,) = torch.autograd.grad(group_norms.group_norm(leaf, 2, dtype=F32), leaf, by)
+    assert dx.stride() == x.stride()
