@@ -108,7 +108,7 @@ def _result(c: Importer, each: Any, named: _Named, *, as_made: bool = False) -> 
         return "input", place
     kept = c.keep_strides or place is not None or is_laid_out(each)
     if as_made and place is None and value.spec is not None and seen is not None:
-        kept = is_laid_out(each) or not _better_laid(value.spec, tuple(seen.stride()))
+        kept = not _better_laid(value.spec, tuple(seen.stride()))
     if len(value.shape) < 4 and seen is not None:  # within a graph they may lie by channels
         kept |= is_dense(value.shape, tuple(seen.stride()))
     stride = tuple(seen.stride()) if kept and seen is not None else None
