@@ -35,7 +35,7 @@ from .scalars import ROUNDED
 from .source import Source
 from .split import Split
 from .tap_sums import TapSums
-from .tape import Refused
+from .tape import Cut, Refused
 from .tiling import Tiling, tiles_of, tilings, why_tiles_first
 from .write import write
 
@@ -54,10 +54,6 @@ _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
 
 MOST_NAME = 64  # characters of a function's
 _MAY_BE_0 = ("chunks", "vectors")
-
-
-class _Cut(Refused):
-    """A region is better several kernels, whatever the pattern."""
 
 
 def choice_of(schedule: Pattern) -> Choice:
@@ -109,7 +105,7 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
         rows = rows_of(spec)
         why = why_tiles_first(spec, rows)
         if why is not None:
-            raise _Cut(why)
+            raise Cut(why)
         tiling = tiles.by_rule(spec, rows, processors)
         if tiling is not None:
             return choice_of(tiling)
@@ -117,7 +113,7 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
         if why_slow(rows, schedule, processors) is None:
             write(spec, schedule, rows)
             return choice_of(schedule)
-    except _Cut:
+    except Cut:
         raise
     except Refused:
         if not split.reduces(spec):

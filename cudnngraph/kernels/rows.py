@@ -395,3 +395,11 @@ def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
     if long and rows.row.extent < processors:
         return "few long rows: one team of threads would read each alone"
     return "rows that lie across memory" if rows.across(schedule) else None
+
+
+def lies_across(rows: Rows, tensor: TensorSpec, index: Index) -> bool:
+    """Whether a large result lies across the rows that are reduced: threads that are neighbours
+    would write one element each to places that are far apart."""
+    along = [by for digit, by in place(index, tensor.stride).terms if digit.var == rows.inner]
+    gap = min(along, default=0) * tensor.dtype.itemsize
+    return tensor.numel > SMALL and gap > VECTOR_BYTES

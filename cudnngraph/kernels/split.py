@@ -32,6 +32,7 @@ from .rows import (
     MOST_THREADS,
     VECTOR_BYTES,
     WARP,
+    lies_across,
     narrower,
     reachable,
     rows_of_values,
@@ -54,7 +55,7 @@ from .stages import (
     widest_read,
     written_beside,
 )
-from .tape import Index, Place, Read, Refused, Value, Window, mapped
+from .tape import Cut, Index, Place, Read, Refused, Value, Window, mapped
 from .write import Narrower, Writer
 
 THREADS = 256  # of a block
@@ -218,6 +219,10 @@ class _Composer:
             schedule = schedule_for(rows, self._split.processors)
             if not always and why_slow(rows, schedule, self._split.processors):
                 return None
+            if not (always or rows.strided) and any(
+                lies_across(rows, tensor, index) for _, tensor, index in rows.outputs
+            ):
+                raise Cut("a result across the rows of a sum, which reads it in order by itself")
             most = 4 * self._split.blocks
             while True:
                 try:
@@ -225,8 +230,8 @@ class _Composer:
                     return lines, blocks, schedule.threads
                 except Narrower:
                     schedule = narrower(rows, schedule)
-        except Refused:
-            if always:
+        except Refused as reason:
+            if always or isinstance(reason, Cut):
                 raise
             return None
 

@@ -25,6 +25,10 @@ class Refused(Exception):
     """A region that is no kernel, with the reason."""
 
 
+class Cut(Refused):
+    """A region that is better several kernels, whatever the pattern."""
+
+
 @dataclass(frozen=True, eq=False)
 class Value:
     """A value of a kernel: its shape, and the C++ type of an element in a register."""

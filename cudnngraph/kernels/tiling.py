@@ -13,7 +13,7 @@ from math import gcd
 from ..ir.spec import GraphSpec, TensorSpec, memory_order
 from ..ops.table import OPS
 from .index import Sum, Var, counter, place
-from .rows import SMALL, VECTOR_BYTES, WARP, Rows, Schedule, reachable, rows_of
+from .rows import SMALL, VECTOR_BYTES, WARP, Rows, Schedule, lies_across, reachable, rows_of
 from .tape import Index, Join, Pick, Read, Refused, Value, View, part_of
 from .write import Writer
 
@@ -130,9 +130,7 @@ def why_tiles_first(spec: GraphSpec, rows: Rows) -> str | None:
             OPS[node.op].view or node.op == "identity"
         ):
             name = node.operands[0]
-        along = [by for digit, by in place(index, tensor.stride).terms if digit.var == rows.inner]
-        gaps = min(along, default=0) * tensor.dtype.itemsize > VECTOR_BYTES
-        if name in spec.inputs and gaps and tensor.numel > SMALL:
+        if name in spec.inputs and lies_across(rows, tensor, index):
             return "what is copied to another order beside a reduction is a kernel of its own"
     return None
 

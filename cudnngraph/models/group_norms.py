@@ -150,9 +150,10 @@ def _group_norm_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     with no_casts(input):
-        dy, x = grad_out.contiguous(), input.contiguous()
+        dy, x = grad_out.contiguous(), input.to(grad_out.dtype).contiguous()
         if weight is None or weight.dtype == x.dtype:  # else torch takes statistics in float32
             mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)
+        mean, rstd = mean.contiguous(), rstd.contiguous()  # whose memory torch's kernels read
         dx, *others = _aten.native_group_norm_backward.default(
             dy, x, mean, rstd, weight, *_sizes(x), group, list(output_mask)
         )
@@ -170,15 +171,39 @@ def _of_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_weight = input.new_empty(0) if weight is None else torch.empty_like(weight)
-    return torch.empty_like(input), of_weight, torch.empty_like(of_weight)
+    dx = torch.empty_like(input, dtype=grad_out.dtype)
+    return dx, of_weight, torch.empty_like(of_weight)
+
+
+def _group_affine(input: Tensor, group: int, eps: float) -> tuple[Tensor, Tensor]:
+    """A shift and a factor for each channel (N, C, 1, ...)."""
+    n, c, _ = _sizes(input)
+    x = input.to(_statistics(input)).reshape(n, group, -1)
+    variance, mean = torch.var_mean(x, 2, correction=0)
+    of_groups = (-mean, (variance + eps).rsqrt())
+    column = (n, c, *(1 for _ in input.shape[2:]))
+    shift, factor = (
+        each.unsqueeze(2).expand(n, group, c // group).reshape(column) for each in of_groups
+    )
+    return shift, factor
+
+
+def _of_affine(input: Tensor, group: int, eps: float) -> tuple[Tensor, Tensor]:
+    shape = (*input.shape[:2], *(1 for _ in input.shape[2:]))
+    shift = input.new_empty(shape, dtype=_statistics(input))
+    return shift, torch.empty_like(shift)
 
 
 _op = torch.library.custom_op("cudnngraph::group_norm", _group_norm, mutates_args=())
 _op.register_fake(_of_group_norm)
+FORWARD: Any = torch.ops.cudnngraph.group_norm.default
+_affine = torch.library.custom_op("cudnngraph::group_affine", _group_affine, mutates_args=())
+_affine.register_fake(_of_affine)
 _gradient = torch.library.custom_op(
     "cudnngraph::group_norm_backward", _group_norm_backward, mutates_args=()
 )
 _gradient.register_fake(_of_backward)
+BACKWARD: Any = torch.ops.cudnngraph.group_norm_backward.default
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from ..ops.base import LOW_PRECISION
+from . import parts
 
 _aten: Any = torch.ops.aten
 
@@ -44,118 +44,17 @@ def within(budget: float | None) -> AbstractContextManager[Any]:
 
 def fewest_bytes(*, kernels: bool) -> Any:
     """torch's partitioner of forward and backward that keeps the fewest bytes, and has pointwise
-    ops computed again. With ``kernels``, logarithms of a softmax are such: a kernel computes them
-    of scores and two numbers for each row."""
+    ops computed again, of which there are more with ``kernels``
+    (:mod:`~cudnngraph.models.parts`)."""
     partition = import_module("functorch.compile").min_cut_rematerialization_partition
     if not kernels:
         return partition
 
     def parted(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        log_softmax_in_parts(joint)
+        parts.take_apart(joint)
         return partition(joint, inputs, **options)
 
     return parted
-
-
-def log_softmax_in_parts(module: torch.fx.GraphModule) -> None:
-    """Have logarithms of a softmax, and their gradients, as pointwise ops and reductions; those of
-    16 bits in float32, as torch computes them."""
-    graph = module.graph
-    changed = False
-    for node in list(graph.nodes):
-        if node.target in _LOSSES:
-            _without_scores(graph, node)
-            changed = True
-        parts = _PARTS.get(node.target) if node.op == "call_function" else None
-        made = node.meta.get("val")
-        if parts is None or not isinstance(made, torch.Tensor) or made.dim() == 0:
-            continue
-        empty = any(type(size) is int and size == 0 for size in made.shape)  # have no maximum
-        if empty:
-            continue
-        with graph.inserting_before(node):
-            node.replace_all_uses_with(parts(graph, made, *node.args))
-        graph.erase_node(node)
-        changed = True
-    if changed:
-        module.recompile()
-
-
-def _log_softmax(
-    graph: torch.fx.Graph, made: torch.Tensor, x: torch.fx.Node, dim: int, half: bool
-) -> torch.fx.Node:
-    x = _cast(graph, x, _wide(made.dtype))
-    most = _called(graph, _aten.amax.default, x, [dim], True)
-    shifted = _called(graph, _aten.sub.Tensor, x, most)
-    powers = _called(graph, _aten.exp.default, shifted)
-    total = _called(graph, _aten.sum.dim_IntList, powers, [dim], True)
-    y = _called(graph, _aten.sub.Tensor, shifted, _called(graph, _aten.log.default, total))
-    return _cast(graph, y, made.dtype)
-
-
-def _log_softmax_backward(
-    graph: torch.fx.Graph,
-    made: torch.Tensor,
-    dy: torch.fx.Node,
-    y: torch.fx.Node,
-    dim: int,
-    dtype: torch.dtype,
-) -> torch.fx.Node:
-    while y.target is _aten.detach.default:  # which the partitioner would not compute again
-        (y,) = y.all_input_nodes
-    if (
-        y.target is _aten._to_copy.default
-    ):  # of ours: what is rounded would be saved, being as small
-        (y,) = y.all_input_nodes
-    dy, y = (_cast(graph, each, _wide(each.meta["val"].dtype)) for each in (dy, y))
-    total = _called(graph, _aten.sum.dim_IntList, dy, [dim], True)
-    powers = _called(graph, _aten.exp.default, y)
-    dx = _called(graph, _aten.sub.Tensor, dy, _called(graph, _aten.mul.Tensor, powers, total))
-    return _cast(graph, dx, made.dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch computes a softmax."""
-    return torch.float32 if dtype in LOW_PRECISION else dtype
-
-
-def _cast(graph: torch.fx.Graph, x: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
-    if x.meta["val"].dtype == dtype:
-        return x
-    return _called(graph, _aten._to_copy.default, x, dtype=dtype)
-
-
-def _without_scores(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Take the scores away from the gradient of a loss, which reads nothing but their shape."""
-    given: Sequence[Any] = node.args
-    like = given[1].meta["val"]
-    with graph.inserting_before(node):
-        zero = _called(graph, _aten.full.default, [], 0.0, dtype=like.dtype, device=like.device)
-        sizes = [_size(graph, given[1], dim) for dim in range(like.dim())]
-        shape = _called(graph, _aten.expand.default, zero, sizes)
-    node.args = (given[0], shape, *given[2:])
-
-
-def _size(graph: torch.fx.Graph, node: torch.fx.Node, dim: int) -> int | torch.fx.Node:
-    """The extent of a dim, as a node if it is left open."""
-    size = node.meta["val"].shape[dim]
-    return size if type(size) is int else _called(graph, _aten.sym_size.int, node, dim)
-
-
-_LOSSES = (_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default)
-_PARTS: dict[Any, Callable[..., torch.fx.Node]] = {
-    _aten._log_softmax.default: _log_softmax,
-    _aten._log_softmax_backward_data.default: _log_softmax_backward,
-}
-
-
-def _called(graph: torch.fx.Graph, op: Any, *args: Any, **options: Any) -> torch.fx.Node:
-    """A call of an op, with what it makes of the values that are known of its arguments."""
-    node = graph.call_function(op, args, options)
-    seen = torch.fx.map_arg(args, lambda each: each.meta["val"])
-    with torch.no_grad():
-        node.meta["val"] = op(*seen, **options)
-    return node
 
 
 def pool_again(module: torch.fx.GraphModule) -> None:

@@ -43,7 +43,7 @@ def apart(graph: CutGraph, nodes: Group, kernels: Kernels, *, torch_too: bool) -
     a GPU's on which some can be generated."""
     product = _product(graph, nodes)
     if product is None:
-        return None
+        return _behind_convolution(graph, nodes, kernels)
     casts = _casts(graph, nodes)
     if casts:
         rest = tuple(node for node in nodes if node not in casts)
@@ -63,6 +63,33 @@ def apart(graph: CutGraph, nodes: Group, kernels: Kernels, *, torch_too: bool) -
         return None
     reason = f"{lost}; a kernel behind it takes about {max(more_us, 0.0):.1f} us more"
     return Apart((), (product,), behind, False, reason)
+
+
+def _behind_convolution(graph: CutGraph, nodes: Group, kernels: Kernels) -> Apart | None:
+    """A convolution of 16-bit data apart from an epilogue that would hand on float32, if a kernel
+    of that and of what reads it moves fewer bytes; None if it is to be part of the plan."""
+    anchors = [node for node in nodes if graph.is_anchor(node)]
+    if len(anchors) != 1 or len(nodes) < 2 or not OPS[anchors[0].op].has("convolution"):
+        return None
+    (anchor,) = anchors
+    made, data = graph.spec.tensors[anchor.results[0]], graph.crossing(anchor.operands[0]).dtype
+    if data not in LOW_PRECISION or graph.crossing(anchor.results[0]).dtype != data:
+        return None
+    if {name for node in nodes for name in node.results} & set(anchor.operands):
+        return None
+    part, behind = subgraph_of(graph, nodes), tuple(n for n in nodes if n is not anchor)
+    handed = (part.tensors[name] for name in part.outputs)
+    if not any(x.numel == made.numel and x.dtype.itemsize > data.itemsize for x in handed):
+        return None
+    if not isinstance(kernels.choice(graph, behind), Choice):
+        return None
+    more = _more_bytes(graph, nodes, anchor, behind, kernels)[0]
+    if more >= 0:
+        return None
+    reason = (
+        f"it would hand on float32: a kernel of that and of what reads it moves {-more} bytes less"
+    )
+    return Apart((), (anchor,), behind, False, reason)
 
 
 def _product(graph: CutGraph, nodes: Group) -> Node | None:
@@ -126,12 +153,21 @@ def _more_us(
     graph: CutGraph, nodes: Group, product: Node, behind: Group, kernels: Kernels
 ) -> float:
     """What a kernel behind the product takes, less what it saves."""
-    whole, alone, rest = (_moved(graph, part) for part in (nodes, (product,), behind))
+    more, joins = _more_bytes(graph, nodes, product, behind, kernels)
+    measured = rules()
+    launch_us = 0.0 if joins else measured.kernel_launch_us
+    return more / measured.kernel_bytes_per_us + launch_us
+
+
+def _more_bytes(
+    graph: CutGraph, nodes: Group, anchor: Node, behind: Group, kernels: Kernels
+) -> tuple[int, bool]:
+    """How many bytes more are moved with a kernel behind an anchor, and whether that goes on to an
+    op that reads what it makes."""
+    whole, alone, rest = (_moved(graph, part) for part in (nodes, (anchor,), behind))
     readers = _readers(graph, nodes)
     saved = max((_saved(graph, behind, each, kernels) for each in readers), default=0)
-    measured = rules()
-    launch_us = 0.0 if saved else measured.kernel_launch_us
-    return (alone + rest - whole - saved) / measured.kernel_bytes_per_us + launch_us
+    return alone + rest - whole - saved, saved > 0
 
 
 def _moved(graph: CutGraph, nodes: Group) -> int:

@@ -124,7 +124,7 @@ def _group_norm_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
     if not takes_group_norm(c, x):
         raise Skip
     g, groups, (n, channels, *pixels) = c.g, int(a["group"]), x.shape
-    made, weight = x.dtype, None if a["weight"] is None else c.value(a["weight"])
+    made, weight = dy.dtype, None if a["weight"] is None else c.value(a["weight"])
 
     def cast(value: Value, dtype: torch.dtype = mean.dtype) -> Value:
         return value if value.dtype == dtype else g.cast(value, dtype)

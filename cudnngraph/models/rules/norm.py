@@ -174,6 +174,14 @@ def _group_norm(c: Importer, a: Arguments) -> Any:
     return (y, *statistics) if many else y
 
 
+def _group_affine(c: Importer, a: Arguments) -> tuple[Value, Value]:
+    x = c.value(a["input"])
+    if not takes_group_norm(c, x):
+        raise Skip
+    shift, factor = c.g.group_affine(x, int(a["group"]), eps=float(a["eps"]))
+    return shift, factor
+
+
 def _instance_norm(c: Importer, a: Arguments) -> Value:
     """An instance norm by its input's own statistics; one with running ones is torch's."""
     weight, bias = (None if a[name] is None else c.value(a[name]) for name in ("weight", "bias"))
@@ -218,4 +226,7 @@ RULES: dict[str, Rule] = {
 }
 
 #: See :mod:`~cudnngraph.models.group_norms`.
-FOREIGN: dict[str, Rule] = {"cudnngraph::group_norm": _group_norm}
+FOREIGN: dict[str, Rule] = {
+    "cudnngraph::group_norm": _group_norm,
+    "cudnngraph::group_affine": _group_affine,
+}

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph.models import group_norms
+from cudnngraph.models import dynamo, group_norms
+from cudnngraph.models.convert import convert
 from tests import numerics
 
 Tensor = torch.Tensor
@@ -107,3 +108,42 @@ def test_a_norm_keeps_its_layout_and_results_have_that_of_torch() -> None:
     leaf = x.detach().requires_grad_()
     (dx,) = torch.autograd.grad(group_norms.group_norm(leaf, 2, dtype=F32), leaf, by)
     assert dx.stride() == x.stride()
+
+
+class InFloat32(nn.Module):
+    """What autocast on a GPU makes of a norm between convolutions of 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(n, 8, 3, padding=1).to(BF16) for n in (3, 8))
+        self.norm = nn.GroupNorm(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(F.silu(self.norm(self.first(x).float())).to(BF16))
+        return y
+
+
+def test_what_a_norm_gives_is_computed_again_and_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward keeps what is normed and what convolutions read, in 16 bits, besides its result."""
+    made: list[Any] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        made.append(convert(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(dynamo, "convert", noted)
+    torch.manual_seed(0)
+    model, x = InFloat32(), torch.randn(2, 3, 6, 5).to(BF16)
+    exact = copy.deepcopy(model).double()
+    exact.forward = lambda x: exact.second(F.silu(exact.norm(exact.first(x))))  # type: ignore[method-assign]
+    by = torch.randn(2, 8, 6, 5, dtype=torch.float64)
+    ours: Any = torch.compile(model, backend="cudnngraph")
+    found = gradients(model, ours, x.requires_grad_(), by)
+    eager = gradients(model, model, x, by)
+    wanted = gradients(exact, exact, x.detach().double().requires_grad_(), by)
+    for mine, theirs, want in zip(found, eager, wanted, strict=True):
+        off, by_eager = (numerics.relative_error(each, want) for each in (mine, theirs))
+        assert off <= max(2 * by_eager, 4 * torch.finfo(BF16).eps)
+    forward = made[0].spec
+    images = [name for name in forward.outputs if forward.tensors[name].shape == (2, 8, 6, 5)]
+    assert len(images) == 3 and all(forward.tensors[name].dtype == BF16 for name in images)

@@ -332,3 +332,36 @@ def test_random_graphs_whose_products_are_parted_compute_the_same(
     bad = [f"{case}\n  {outcome}" for case, outcome in outcomes.items() if outcome != "right"]
     assert not bad, "\n".join([f"{len(bad)} of {len(seeds)}", *bad])
     assert sum(bool(each.rest) for each in parted) >= 5
+
+
+def gradient(*, wide: bool, sums: bool) -> tuple[CutGraph, Any]:
+    """The gradient of a convolution with what a norm's gradient takes of it, and that part."""
+    g = cg.Graph("gradient")
+    dy = g.input("dy", (16, 64, 32, 32), BF16, layout="channels_last")
+    w = g.input("w", (64, 64, 3, 3), BF16, layout="channels_last")
+    x = g.input("x", (16, 64, 32, 32), F32 if wide else BF16, layout="channels_last")
+    dx = g.conv_transpose(dy, w, padding=1)
+    dx = g.cast(dx, F32) if wide else dx
+    product = g.mul(dx, x)
+    if sums:
+        g.output("product", g.reduction(product, (0, 2, 3)))
+        g.output("sum", g.reduction(dx, (0, 2, 3)))
+    else:
+        g.output("product", product)
+    graph = CutGraph(legalize(g.spec(), POLICY))
+    return graph, tuple(n for n in graph.spec.nodes if n.op in ("conv_transpose", "cast", "mul"))
+
+
+def test_a_convolution_does_not_hand_on_float32_that_a_kernel_would_not_write() -> None:
+    graph, part = gradient(wide=True, sums=True)
+    found = apart(graph, part, Kernels(132), torch_too=False)
+    assert found is not None and not found.by_torch and not found.before
+    assert (ops(found.front), ops(found.rest)) == (["conv_transpose"], ["cast", "mul"])
+    assert "hand on float32" in found.reason and "bytes less" in found.reason
+
+
+@pytest.mark.parametrize(("wide", "sums"), [(False, True), (True, False)])
+def test_other_epilogues_of_convolutions_are_in_their_plans(wide: bool, sums: bool) -> None:
+    graph, part = gradient(wide=wide, sums=sums)
+    assert apart(graph, part, Kernels(132), torch_too=False) is None
+    assert apart(graph, part, Kernels(132, "no compiler"), torch_too=False) is None
