@@ -19,6 +19,7 @@ from .scalars import MEMORY, REGISTER, number
 from .short_reductions import written_out
 from .source import MOST_TENSORS
 from .tape import (
+    Cut,
     Depthwise,
     Index,
     Join,
@@ -403,3 +404,14 @@ def lies_across(rows: Rows, tensor: TensorSpec, index: Index) -> bool:
     along = [by for digit, by in place(index, tensor.stride).terms if digit.var == rows.inner]
     gap = min(along, default=0) * tensor.dtype.itemsize
     return tensor.numel > SMALL and gap > VECTOR_BYTES
+
+
+def check_order(rows: Rows) -> None:
+    """Raise :class:`Cut` for rows that lie in memory, where a large result across it is what is
+    summed: a kernel of the sum alone reads it in order."""
+    summed = {*map(id, reachable(each.operand for some in rows.reductions for each in some))}
+    if not rows.strided and any(
+        id(value) in summed and lies_across(rows, tensor, index)
+        for value, tensor, index in rows.outputs
+    ):
+        raise Cut("a result across the rows of a sum, which reads it in order by itself")

@@ -32,7 +32,7 @@ from .rows import (
     MOST_THREADS,
     VECTOR_BYTES,
     WARP,
-    lies_across,
+    check_order,
     narrower,
     reachable,
     rows_of_values,
@@ -219,10 +219,7 @@ class _Composer:
             schedule = schedule_for(rows, self._split.processors)
             if not always and why_slow(rows, schedule, self._split.processors):
                 return None
-            if not (always or rows.strided) and any(
-                lies_across(rows, tensor, index) for _, tensor, index in rows.outputs
-            ):
-                raise Cut("a result across the rows of a sum, which reads it in order by itself")
+            check_order(rows)
             most = 4 * self._split.blocks
             while True:
                 try:
@@ -474,9 +471,7 @@ class _Composer:
         lines: Callable[[GridFunction], list[str]],
     ) -> None:
         """Add a function over a space, the blocks of which put parts together, if they can."""
-        parts = [
-            replace(each.parts, outputs=() if each.told else each.parts.outputs) for each in again
-        ]
+        parts = [replace(p.parts, outputs=() if p.told else p.parts.outputs) for p in again]
         try:
             made = lines(GridFunction(self._around(), space, grid, outputs, parts))
         except Refused:

@@ -12,6 +12,7 @@ from cudnngraph.backend.plan import Choice
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import patterns
+from cudnngraph.kernels.tape import Cut
 from cudnngraph.partition.analysis import CutGraph, compute_nodes
 from cudnngraph.select.kernels import Kernels
 from tests import generated, numerics
@@ -146,3 +147,40 @@ def test_a_copy_across_the_rows_of_a_reduction_is_a_kernel_of_its_own(
 def test_what_is_computed_across_the_rows_of_a_reduction_stays_with_it() -> None:
     (kernel,) = kernels_of(of_keys(True, scaled=True))
     assert {"mul", "reduction"} <= set(kernel)
+
+
+def of_queries() -> cg.Graph:
+    """The gradients of normalized queries and of values, which lie along tokens, in rows of tokens
+    as they were read, and their sum."""
+    g = cg.Graph("queries")
+    images, heads, width, tokens = 4, 8, 48, 196
+    dq, dv = (g.input(n, (images, heads, width, tokens), torch.bfloat16) for n in ("dq", "dv"))
+    stride = (tokens * 2 * heads * width, width, 1, 2 * heads * width)
+    q = g.input("q", (images, heads, width, tokens), torch.bfloat16, stride=stride)
+    dq, q = g.cast(dq, torch.float32), g.cast(q, torch.float32)
+    dq = g.sub(dq, g.mul(q, g.reduction(g.mul(dq, q), (3,), "sum", True)))
+    parts = [
+        g.reshape(each, (1, images, heads, width, tokens))
+        for each in (dq, g.cast(dv, torch.float32))
+    ]
+    rows = g.permute(g.concat(parts, 0), (1, 4, 0, 2, 3))
+    rows = g.reshape(rows, (images * tokens, 2 * heads * width))
+    made = g.cast(rows, torch.bfloat16)
+    g.output("dx", made)
+    g.output("bias", g.reduction(g.cast(made, torch.float32), (0,)))
+    return g
+
+
+def test_a_sum_and_what_is_written_across_its_rows_are_no_kernel_of_several_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = of_queries().spec()
+    with pytest.raises(Cut, match="a result across the rows of a sum"):
+        patterns.by_rule(spec, 132)
+    assert len(kernels_of(of_queries())) == 2
+    generated.install(monkeypatch)
+    given = {name: torch.randn(spec.tensors[name].shape).bfloat16() for name in spec.inputs}
+    made = of_queries().compile("cpu")(**given)
+    exact = reference.run(spec, [given[name] for name in spec.inputs], torch.float64)
+    for ours, want, dtype in zip(made, exact, (torch.bfloat16, torch.float32), strict=True):
+        numerics.check(ours, want, dtype, terms=784)
