@@ -131,7 +131,7 @@ def convert(
     kernels: bool = False,
     random: bool = False,
     saved: Sequence[int] = (),
-    as_made: bool = False,
+    as_made: Sequence[int] = (),
     folds: bool = True,
 ) -> Imported:
     """The graph of ATen ops ``module`` as one of ours.
@@ -142,7 +142,7 @@ def convert(
     them (not with ``keep_strides``), several short sequences of attention are one, constant masks
     are aligned. ``kernels`` leaves nothing to torch that a generated kernel does. ``random`` takes
     ops that draw random numbers as they are. ``saved`` are the places of results that only a
-    gradient reads: they may be views, and with ``as_made`` images lie as they are made. ``folds``
+    gradient reads: they may be views, and images of ``as_made`` lie as they are made. ``folds``
     puts norms into the weights of convolutions. Raises :class:`CannotImport` with the op's line.
     """
     options = (channels_last, keep_strides, on_gpu, kernels, random, saved, as_made, folds)
@@ -181,7 +181,7 @@ class Importer:
     kernels: bool
     random: bool
     saved: Sequence[int]
-    as_made: bool
+    as_made: Sequence[int]
     folds: bool
     env: dict[torch.fx.Node, Any] = field(default_factory=dict)
     opaque: dict[str, Opaque] = field(default_factory=dict)  # by the graph's nodes

@@ -18,7 +18,6 @@ import torch
 from .. import settings
 from ..arguments import shown
 from ..errors import CannotImport, GraphError, PolicyError
-from ..ir.spec import overlaps_itself
 from ..ops.meta import as_held
 from ..runtime import comparison, custom_ops
 from ..runtime.compile import compile, generates
@@ -29,7 +28,7 @@ from .draws import Draw, take_out
 from .garbage import new_collected
 from .replay import Replayed
 from .report import Report
-from .retrace import fits, inputs_of, is_known, retraced
+from .retrace import fits, is_known, lazily, lazy_places, retraced, strides_of_images
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -82,7 +81,7 @@ def backend(
     names, number = _input_names(module), next(_numbers)
     known_masks.flag(module)
     whole.keep(module)
-    group_norms.keep(module)
+    kept = group_norms.Kept(module)
     cut.write_out(module)
 
     def built(
@@ -122,22 +121,29 @@ def backend(
             forward = forwards.pop()
             saved.compute_again(traced, forward.traced)
             forward.leave_out(saved.unread(traced))
-            if isinstance(forward, _Compiled):  # and no torch op between parts reads them
-                forward.let_lie_as_made(is_known(traced) and not cut.is_needed(traced))
+            if isinstance(forward, _Compiled) and is_known(traced) and not cut.is_needed(traced):
+                forward.let_lie_as_made(saved.in_any_order(traced))
         saved.allow_again()
         title = f"backward {number}"
         return built(traced, (), _gradient_names(names), title, gradients=True)
 
     make: Any = aot_autograd
+    compiled: Callable[..., Callable[..., Any]] = make(
+        fw_compiler=training,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=saved.fewest_bytes(kernels=generates(given.get("policy"))),
+        keep_inference_input_mutations=True,
+    )
     with saved.backward_first(), saved.within(given.get("activation_memory_budget")):
-        made: Callable[..., Any] = make(
-            fw_compiler=training,
-            bw_compiler=backward,
-            inference_compiler=inference,
-            partition_fn=saved.fewest_bytes(kernels=generates(given.get("policy"))),
-            keep_inference_input_mutations=True,
-        )(module, example_inputs)
-    return made
+        try:
+            return compiled(module, example_inputs)
+        except Exception:
+            if not kept:
+                raise
+            kept.undo()
+            forwards.clear()
+        return compiled(module, example_inputs)
 
 
 # torch._dynamo.reset() and torch.compiler.reset() call it.
@@ -242,12 +248,12 @@ class _Compiled:
         self._boxed_call = True  # as AOTAutograd asks, of the instance
         self._written = written.take_out(traced)
         self._effects = effects.take_out(traced)
-        self._lazy = _lazy_places(traced)
+        self._lazy = lazy_places(traced)
         self.traced, self._title = traced, title
         self._names, self._gradients = names, gradients
         self._unread: tuple[int, ...] = ()  # results
-        self._as_made = False  # images that are saved lie so
-        self._strides = _strides_of_images(traced) if gradients else {}
+        self._as_made: frozenset[str] = frozenset()  # images that are saved
+        self._strides = strides_of_images(traced) if gradients else {}
         self._check = bool(options["check"])
         self._static = tuple(place for place in static if place not in self._written)
         self._last = bool(options.get("channels_last", False))
@@ -289,13 +295,19 @@ class _Compiled:
             at for at in self._saved(self.traced) if getattr(results[at], "name", None) in unread
         )
 
-    def let_lie_as_made(self, allowed: bool) -> None:
-        """Save images in the order in which they are made, if the backward takes them so."""
-        self._as_made = allowed
+    def let_lie_as_made(self, names: frozenset[str]) -> None:
+        """Save images in the order in which they are made, where the backward's inputs of these
+        names would be that."""
+        self._as_made = names
 
     def make_none(self, places: Iterable[int]) -> None:
         """Make no results in these places, behind those that are written: nothing reads them."""
         self._unread = tuple(len(self._written) + at for at in places)
+
+    def _made_so(self, traced: torch.fx.GraphModule) -> list[int]:
+        """The places of results that lie as they are made."""
+        names = [getattr(each, "name", None) for each in _results(traced)]
+        return [at for at in self._saved(traced) if names[at] in self._as_made]
 
     def _named(self, count: int) -> list[str]:
         read = [f"number {at} that is checked" for at in range(self._effects.reads)]
@@ -374,7 +386,7 @@ class _Compiled:
         """The inputs, conjugates and negatives as those views of memory that were traced, and
         images in the order that was: torch's own ops ask."""
         held = [
-            _lazily(arg, *self._lazy[place]) if place in self._lazy else arg
+            lazily(arg, *self._lazy[place]) if place in self._lazy else arg
             for place, arg in enumerate(args)
         ]
         for place, stride in self._strides.items():
@@ -430,7 +442,7 @@ class _Compiled:
                 kernels=generates(self._policy),
                 random=True,
                 saved=self._saved(traced),
-                as_made=self._as_made and known,
+                as_made=self._made_so(traced) if known else (),
             )
             results = list(imported.results)
             for place, form in forms.items():
@@ -451,37 +463,6 @@ class _Compiled:
             if self._check:
                 _log.warning("torch.compile: that graph is left out of the comparison with eager")
             return None
-
-
-def _lazy_places(traced: torch.fx.GraphModule) -> dict[int, tuple[bool, bool]]:
-    """The places of inputs whose memory holds conjugates of their numbers, and negatives."""
-    seen = [node.meta.get("val") for node in inputs_of(traced.graph)]
-    return {
-        place: (each.is_conj(), each.is_neg())
-        for place, each in enumerate(seen)
-        if isinstance(each, torch.Tensor) and (each.is_conj() or each.is_neg())
-    }
-
-
-def _strides_of_images(traced: torch.fx.GraphModule) -> dict[int, tuple[int, ...]]:
-    """The strides of what may lie otherwise than it was traced, by place."""
-    seen = [node.meta.get("val") for node in inputs_of(traced.graph)]
-    return {
-        place: tuple(each.stride())
-        for place, each in enumerate(seen)
-        if isinstance(each, torch.Tensor) and each.dim() > 3
-        if all(type(n) is int for n in (*each.shape, *each.stride()))
-        if not overlaps_itself(tuple(each.shape), tuple(each.stride()))
-    }
-
-
-def _lazily(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
-    """The same numbers in a view that conjugates, or negates, what memory holds."""
-    if conj and not tensor.is_conj():
-        tensor = tensor.conj_physical().conj()
-    if neg and not tensor.is_neg():
-        tensor = torch._neg_view(tensor.neg())
-    return tensor
 
 
 def _device_of(args: Sequence[Any]) -> torch.device:

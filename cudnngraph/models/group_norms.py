@@ -1,7 +1,7 @@
 """Group norms in the layout of their images, as one op each while AOTAutograd traces.
 
 On a GPU torch's are contiguous, whatever their images are, and so is what a trace says of all that
-reads them: a forward would save tensors of another layout than its convolutions make. :func:`keep`
+reads them: a forward would save tensors of another layout than its convolutions make. :class:`Kept`
 calls an op of this file instead. Results that a user gets have the layout that torch gives them.
 """
 
@@ -22,30 +22,51 @@ _aten: Any = torch.ops.aten
 _RANKS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def keep(module: torch.fx.GraphModule) -> None:
-    """Let a graph of dynamo's, and the graphs in it, norm groups of channels by the op of this
-    file."""
-    kept = [_keep(part) for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
-    if any(kept):
-        _lay_out(module)
-        module.recompile()
+class Kept:
+    """The group norms of a graph of dynamo's, and of the graphs in it, as ops of this file."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        self._module = module
+        parts = [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+        self._norms = [each for part in parts for each in _kept(part)]
+        self._results: list[torch.fx.Node] = []
+        if self._norms:
+            self._results = _lay_out(module)
+            self._recompile()
+
+    def __bool__(self) -> bool:
+        return bool(self._norms)
+
+    def undo(self) -> None:
+        """Put torch's in their places again: a model may ask a norm's result for views that there
+        are of contiguous ones alone."""
+        for node, target, args, kwargs in self._norms:
+            node.target, node.args, node.kwargs = target, args, kwargs
+        for node in self._results:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            self._module.graph.erase_node(node)
+        self._recompile()
+
+    def _recompile(self) -> None:
+        for part in self._module.modules():
+            if isinstance(part, torch.fx.GraphModule):
+                part.recompile()
 
 
-def _keep(part: torch.fx.GraphModule) -> bool:
-    changed = False
+def _kept(part: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, Any, Any, Any]]:
+    """Let a graph norm groups of channels by the op of this file; the nodes, as they were."""
+    found: list[tuple[torch.fx.Node, Any, Any, Any]] = []
     for node in part.graph.nodes:
         seen = node.meta.get("example_value")
         signature = _SIGNATURES.get(node.target) if node.op == "call_function" else None
         if signature is None or not isinstance(seen, Tensor) or seen.dim() not in _RANKS:
             continue
+        found.append((node, node.target, node.args, node.kwargs))
         bound = signature.bind(*node.args, **node.kwargs).arguments
         bound.pop("cudnn_enabled", None)
         node.target, node.args = group_norm, ()
         node.kwargs = {**bound, "dtype": seen.dtype}
-        changed = True
-    if changed:
-        part.recompile()
-    return changed
+    return found
 
 
 def _of_torch(
@@ -65,9 +86,10 @@ _SIGNATURES: dict[Any, inspect.Signature] = {
 }
 
 
-def _lay_out(module: torch.fx.GraphModule) -> None:
-    """Give the results of a graph the layouts that dynamo has seen."""
+def _lay_out(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """Give the results of a graph the layouts that dynamo has seen; the nodes that do that."""
     (output,) = (node for node in module.graph.nodes if node.op == "output")
+    made: list[torch.fx.Node] = []
 
     def laid_out(node: torch.fx.Node) -> torch.fx.Node:
         seen = node.meta.get("example_value")
@@ -77,10 +99,13 @@ def _lay_out(module: torch.fx.GraphModule) -> None:
         for form in (torch.contiguous_format, last):
             if seen.is_contiguous(memory_format=form):
                 with module.graph.inserting_before(output):
-                    return module.graph.call_method("contiguous", (node,), {"memory_format": form})
+                    asked: dict[str, Any] = {"memory_format": form}
+                    made.append(module.graph.call_method("contiguous", (node,), asked))
+                return made[-1]
         return node
 
     output.args = torch.fx.map_arg(output.args, laid_out)
+    return made
 
 
 def group_norm(

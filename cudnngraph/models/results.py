@@ -33,7 +33,7 @@ def results_of(c: Importer, node: torch.fx.Node) -> list[Result]:
     return [
         _shown(c, each, shown[place], named)
         if place in shown
-        else _result(c, each, named, as_made=c.as_made and place in c.saved)
+        else _result(c, each, named, as_made=place in c.as_made)
         for place, each in enumerate(flat)
     ]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..ir.spec import is_dense
+from ..ir.spec import is_dense, overlaps_itself
 from . import whole
 from .compiler import is_compiling
 
@@ -101,3 +101,37 @@ def _is_known(values: Any) -> bool:
         elif isinstance(each, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return False
     return True
+
+
+# -- inputs as they were traced --------------------------------------------------------------------
+
+
+def lazy_places(traced: torch.fx.GraphModule) -> dict[int, tuple[bool, bool]]:
+    """The places of inputs whose memory holds conjugates of their numbers, and negatives."""
+    seen = [node.meta.get("val") for node in inputs_of(traced.graph)]
+    return {
+        place: (each.is_conj(), each.is_neg())
+        for place, each in enumerate(seen)
+        if isinstance(each, torch.Tensor) and (each.is_conj() or each.is_neg())
+    }
+
+
+def strides_of_images(traced: torch.fx.GraphModule) -> dict[int, tuple[int, ...]]:
+    """The strides of what may lie otherwise than it was traced, by place."""
+    seen = [node.meta.get("val") for node in inputs_of(traced.graph)]
+    return {
+        place: tuple(each.stride())
+        for place, each in enumerate(seen)
+        if isinstance(each, torch.Tensor) and each.dim() > 3
+        if all(type(n) is int for n in (*each.shape, *each.stride()))
+        if not overlaps_itself(tuple(each.shape), tuple(each.stride()))
+    }
+
+
+def lazily(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
+    """The same numbers in a view that conjugates, or negates, what memory holds."""
+    if conj and not tensor.is_conj():
+        tensor = tensor.conj_physical().conj()
+    if neg and not tensor.is_neg():
+        tensor = torch._neg_view(tensor.neg())
+    return tensor

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from . import parts
+from .aten_ops import OF_MEMORY, goes_by_layout
+from .rules.table import rule_of
 
 _aten: Any = torch.ops.aten
 
@@ -217,3 +219,27 @@ def without(module: torch.fx.GraphModule, places: Sequence[int]) -> dict[int, to
 def stand_in(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of a form for results that nothing reads: one element stands for all."""
     return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
+
+
+def in_any_order(module: torch.fx.GraphModule) -> frozenset[str]:
+    """The names of the inputs of a backward that may lie in any order: no op reads them, maybe
+    behind views, that goes by how memory lies."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return frozenset(node.name for node in inputs if not _is_read_as_it_lies(node))
+
+
+def _is_read_as_it_lies(node: torch.fx.Node) -> bool:
+    for user in node.users:
+        op: Any = user.target
+        if user.op == "output":
+            continue
+        if op is not operator.getitem:
+            if not isinstance(op, torch._ops.OpOverload) or op.overloadpacket in OF_MEMORY:
+                return True
+            if goes_by_layout(op) and (rule_of(op) is None or "attention" in op._schema.name):
+                return True
+            if all(made.alias_info is None for made in op._schema.returns):
+                continue
+        if _is_read_as_it_lies(user):
+            return True
+    return False

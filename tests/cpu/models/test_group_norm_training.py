@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph.errors import CannotImport
 from cudnngraph.models import dynamo, group_norms
 from cudnngraph.models.convert import convert
 from tests import numerics
@@ -89,7 +90,7 @@ def test_a_norm_keeps_its_layout_and_results_have_that_of_torch() -> None:
     kept: list[torch.fx.GraphModule] = []
 
     def noted(module: torch.fx.GraphModule, given: Any) -> Any:
-        group_norms.keep(module)
+        assert group_norms.Kept(module)
         kept.append(module)
         return module
 
@@ -147,3 +148,22 @@ def test_what_a_norm_gives_is_computed_again_and_not_saved(monkeypatch: pytest.M
     forward = made[0].spec
     images = [name for name in forward.outputs if forward.tensors[name].shape == (2, 8, 6, 5)]
     assert len(images) == 3 and all(forward.tensors[name].dtype == BF16 for name in images)
+
+
+def test_views_that_only_contiguous_results_have_leave_torchs_norms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device that is no CPU eager has such a view of images that lie by channels."""
+
+    def refused(*args: Any, **options: Any) -> Any:
+        raise CannotImport("no graph of ours runs there")
+
+    monkeypatch.setattr(dynamo, "convert", refused)
+
+    def flat(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.group_norm(x, 2)
+        return y.view(x.shape[0], -1), y
+
+    x = torch.empty(2, 8, 6, 5, device="meta").contiguous(memory_format=torch.channels_last)
+    ours: Any = torch.compile(flat, backend="cudnngraph")
+    assert [each.stride() for each in ours(x)] == [each.stride() for each in flat(x)]
