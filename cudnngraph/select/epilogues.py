@@ -43,7 +43,7 @@ def apart(graph: CutGraph, nodes: Group, kernels: Kernels, *, torch_too: bool) -
     a GPU's on which some can be generated."""
     product = _product(graph, nodes)
     if product is None:
-        return _behind_convolution(graph, nodes, kernels)
+        return _of_convolution(graph, nodes, kernels)
     casts = _casts(graph, nodes)
     if casts:
         rest = tuple(node for node in nodes if node not in casts)
@@ -65,13 +65,21 @@ def apart(graph: CutGraph, nodes: Group, kernels: Kernels, *, torch_too: bool) -
     return Apart((), (product,), behind, False, reason)
 
 
-def _behind_convolution(graph: CutGraph, nodes: Group, kernels: Kernels) -> Apart | None:
-    """A convolution of 16-bit data apart from an epilogue that would hand on float32, if a kernel
-    of that and of what reads it moves fewer bytes; None if it is to be part of the plan."""
+def _of_convolution(graph: CutGraph, nodes: Group, kernels: Kernels) -> Apart | None:
+    """How a convolution of 16-bit data is to be parted from its epilogue, None if it is not.
+
+    No precompiled engine casts a bias. An epilogue that would hand on float32 is apart if a kernel
+    of that and of what reads it moves fewer bytes.
+    """
     anchors = [node for node in nodes if graph.is_anchor(node)]
     if len(anchors) != 1 or len(nodes) < 2 or not OPS[anchors[0].op].has("convolution"):
         return None
     (anchor,) = anchors
+    casts = _casts(graph, nodes, alone=True)
+    if casts:
+        rest = tuple(node for node in nodes if node not in casts)
+        reason = "a bias is cast before: cuDNN has no precompiled convolution that casts one"
+        return Apart(casts, rest, (), False, reason)
     made, data = graph.spec.tensors[anchor.results[0]], graph.crossing(anchor.operands[0]).dtype
     if data not in LOW_PRECISION or graph.crossing(anchor.results[0]).dtype != data:
         return None
@@ -114,8 +122,9 @@ def behind_product(graph: CutGraph, nodes: Group) -> tuple[Group, Group] | None:
     return (product,), tuple(node for node in nodes if node is not product)
 
 
-def _casts(graph: CutGraph, nodes: Group) -> Group:
-    """The casts of vectors that may be one launch with other casts of the graph's inputs."""
+def _casts(graph: CutGraph, nodes: Group, *, alone: bool = False) -> Group:
+    """The casts of vectors that may be one launch with other casts of the graph's inputs; with
+    ``alone`` also where there are no others."""
 
     def is_first(node: Node) -> bool:
         return node.op == "cast" and node.operands[0] in graph.spec.inputs
@@ -123,7 +132,7 @@ def _casts(graph: CutGraph, nodes: Group) -> Group:
     tensors = graph.spec.tensors
     found = tuple(n for n in nodes if is_first(n) and len(tensors[n.results[0]].shape) == 1)
     others = any(is_first(node) and node not in nodes for node in graph.spec.nodes)
-    return found if others else ()
+    return found if others or alone else ()
 
 
 def _lost_us(graph: CutGraph, nodes: Group, product: Node) -> float:

@@ -365,3 +365,21 @@ def test_other_epilogues_of_convolutions_are_in_their_plans(wide: bool, sums: bo
     graph, part = gradient(wide=wide, sums=sums)
     assert apart(graph, part, Kernels(132), torch_too=False) is None
     assert apart(graph, part, Kernels(132, "no compiler"), torch_too=False) is None
+
+
+@pytest.mark.parametrize("op", ["conv", "conv_transpose"])
+@pytest.mark.parametrize("kind", [BF16, F32])
+def test_a_bias_is_cast_before_its_convolution(op: str, kind: torch.dtype) -> None:
+    g = cg.Graph("biased")
+    x = g.input("x", (16, 64, 32, 32), BF16, layout="channels_last")
+    w = g.input("w", (64, 64, 3, 3), BF16, layout="channels_last")
+    b = g.input("b", (64,), kind)
+    y = g.bias(getattr(g, op)(x, w, padding=1), g.cast(b, BF16) if kind == F32 else b)
+    g.output("y", g.relu(y))
+    found = way(g.spec())
+    if kind == BF16:
+        assert found is None
+    else:
+        assert found is not None and not found.by_torch
+        assert (ops(found.before), ops(found.rest)) == (["cast"], [])
+        assert set(ops(found.front)) == {op, "bias", "relu"} and "is cast before" in found.reason
