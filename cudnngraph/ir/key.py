@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -134,8 +135,8 @@ def step_digest(spec: GraphSpec) -> str:
 def _step_digest(spec: GraphSpec) -> str:
     try:
         return graph_key(spec, _OF_STEPS).digest
-    except UnkeyableError:  # the -inf of a converted mask: nothing is like it
-        return str(id(spec))
+    except UnkeyableError:  # the -inf of a converted mask: nothing is like it, now or later
+        return uuid.uuid4().hex
 
 
 def nearest(key: Key, others: Iterable[Key]) -> tuple[Key, tuple[Difference, ...]] | None:

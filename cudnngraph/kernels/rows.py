@@ -409,9 +409,9 @@ def lies_across(rows: Rows, tensor: TensorSpec, index: Index) -> bool:
 def check_order(rows: Rows) -> None:
     """Raise :class:`Cut` for rows that lie in memory, where a large result across it is what is
     summed: a kernel of the sum alone reads it in order."""
-    summed = {*map(id, reachable(each.operand for some in rows.reductions for each in some))}
-    if not rows.strided and any(
-        id(value) in summed and lies_across(rows, tensor, index)
-        for value, tensor, index in rows.outputs
-    ):
+    if rows.strided:
+        return
+    across = {id(value) for value, to, at in rows.outputs if lies_across(rows, to, at)}
+    summed = (each.operand for some in rows.reductions for each in some)
+    if across and not across.isdisjoint(map(id, reachable(summed))):
         raise Cut("a result across the rows of a sum, which reads it in order by itself")

@@ -138,9 +138,10 @@ def backend(
     with saved.backward_first(), saved.within(given.get("activation_memory_budget")):
         try:
             return compiled(module, example_inputs)
-        except Exception:
+        except Exception as error:
             if not kept:
                 raise
+            _log.info("group norms are torch's own, with whose layout it traces: %s", error)
             kept.undo()
             forwards.clear()
         return compiled(module, example_inputs)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .whole import no_casts
+from .whole import call_in_place_of, no_casts
 
 Tensor = torch.Tensor
 _aten: Any = torch.ops.aten
@@ -27,12 +27,11 @@ class Kept:
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         self._module = module
-        parts = [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
-        self._norms = [each for part in parts for each in _kept(part)]
-        self._results: list[torch.fx.Node] = []
-        if self._norms:
-            self._results = _lay_out(module)
-            self._recompile()
+        functions = dict.fromkeys((F.group_norm, torch.group_norm), inspect.signature(group_norm))
+        self._norms = call_in_place_of(module, functions, group_norm, _is_image)
+        self._results = _lay_out(module) if self._norms else []
+        if self._results:
+            module.recompile()
 
     def __bool__(self) -> bool:
         return bool(self._norms)
@@ -45,45 +44,13 @@ class Kept:
         for node in self._results:
             node.replace_all_uses_with(node.all_input_nodes[0])
             self._module.graph.erase_node(node)
-        self._recompile()
-
-    def _recompile(self) -> None:
         for part in self._module.modules():
             if isinstance(part, torch.fx.GraphModule):
                 part.recompile()
 
 
-def _kept(part: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, Any, Any, Any]]:
-    """Let a graph norm groups of channels by the op of this file; the nodes, as they were."""
-    found: list[tuple[torch.fx.Node, Any, Any, Any]] = []
-    for node in part.graph.nodes:
-        seen = node.meta.get("example_value")
-        signature = _SIGNATURES.get(node.target) if node.op == "call_function" else None
-        if signature is None or not isinstance(seen, Tensor) or seen.dim() not in _RANKS:
-            continue
-        found.append((node, node.target, node.args, node.kwargs))
-        bound = signature.bind(*node.args, **node.kwargs).arguments
-        bound.pop("cudnn_enabled", None)
-        node.target, node.args = group_norm, ()
-        node.kwargs = {**bound, "dtype": seen.dtype}
-    return found
-
-
-def _of_torch(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> None:
-    """The arguments of ``torch.group_norm``, which has no signature."""
-
-
-_SIGNATURES: dict[Any, inspect.Signature] = {
-    F.group_norm: inspect.signature(F.group_norm),
-    torch.group_norm: inspect.signature(_of_torch),
-}
+def _is_image(seen: Any) -> bool:
+    return isinstance(seen, Tensor) and seen.dim() in _RANKS
 
 
 def _lay_out(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
@@ -93,10 +60,9 @@ def _lay_out(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
     def laid_out(node: torch.fx.Node) -> torch.fx.Node:
         seen = node.meta.get("example_value")
-        if node.op == "placeholder" or not isinstance(seen, Tensor) or seen.dim() not in _RANKS:
+        if node.op == "placeholder" or not isinstance(seen, Tensor) or not _is_image(seen):
             return node
-        last = _RANKS[seen.dim()]
-        for form in (torch.contiguous_format, last):
+        for form in (torch.contiguous_format, _RANKS[seen.dim()]):
             if seen.is_contiguous(memory_format=form):
                 with module.graph.inserting_before(output):
                     asked: dict[str, Any] = {"memory_format": form}
@@ -114,10 +80,11 @@ def group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    cudnn_enabled: bool = True,
     *,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``F.group_norm`` with a result of ``dtype``, which is the one that dynamo has recorded:
+    """``torch.group_norm`` with a result of ``dtype``, which is the one that dynamo has recorded:
     autocast on a GPU computes it in float32."""
     mapped = torch._C._functorch.is_functorch_wrapped_tensor(input)
     if mapped or any(type(length) is int and not length for length in input.shape):

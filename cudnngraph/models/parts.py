@@ -154,13 +154,15 @@ def _silu_in_parts(graph: torch.fx.Graph, norm: torch.fx.Node) -> None:
 def _of_narrow_images(node: torch.fx.Node) -> None:
     """Let the gradient of a group norm read images of 16 bits that are widened for it."""
     x: Any = node.args[1]
-    source = x.args[0] if x.target is _aten._to_copy.default else x
-    if source.meta["val"].dtype in LOW_PRECISION and set(x.kwargs) <= {"dtype"}:
+    if x.target is not _aten._to_copy.default or set(x.kwargs) != {"dtype"}:
+        return
+    source, made = x.args[0], x.meta["val"].dtype
+    if source.meta["val"].dtype in LOW_PRECISION and made not in LOW_PRECISION:
         node.update_arg(1, source)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch computes a softmax."""
+    """The dtype in which torch computes a softmax, and the statistics of a norm."""
     return torch.float32 if dtype in LOW_PRECISION else dtype
 
 

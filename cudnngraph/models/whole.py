@@ -8,7 +8,7 @@ gradients scatter. :func:`keep` calls an op of this file instead, which nothing 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,22 +21,42 @@ Tensor = torch.Tensor
 _aten: Any = torch.ops.aten
 
 
+#: Calls in a graph: each node with its function, arguments and keywords.
+Calls = list[tuple[torch.fx.Node, Any, Any, Any]]
+
+
 def keep(module: torch.fx.GraphModule) -> None:
     """Let a graph of dynamo's, and the graphs in it, resize images by the op of this file."""
+    call_in_place_of(module, _SIGNATURES, interpolate, _is_image)
+
+
+def call_in_place_of(
+    module: torch.fx.GraphModule,
+    functions: Mapping[Any, inspect.Signature],
+    own: Callable[..., Tensor],
+    takes: Callable[[Any], bool],
+) -> Calls:
+    """Let a graph of dynamo's, and the graphs in it, call ``own`` in place of functions of torch's
+    whose results it takes; what they called.
+
+    ``own`` is given the arguments by name, and as ``dtype`` that of the result that dynamo saw.
+    """
+    called: Calls = []
     for part in module.modules():
         if not isinstance(part, torch.fx.GraphModule):
             continue
-        changed = False
+        before = len(called)
         for node in part.graph.nodes:
             seen = node.meta.get("example_value")
-            signature = _SIGNATURES.get(node.target) if node.op == "call_function" else None
-            if signature is not None and _is_image(seen):
-                bound = signature.bind(*node.args, **node.kwargs).arguments
-                node.target = interpolate
-                node.args, node.kwargs = (), {**bound, "dtype": seen.dtype}
-                changed = True
-        if changed:
+            signature = functions.get(node.target) if node.op == "call_function" else None
+            if signature is not None and takes(seen):
+                called.append((node, node.target, node.args, node.kwargs))
+                bound = signature.bind_partial(*node.args, **node.kwargs).arguments
+                node.target, node.args = own, ()
+                node.kwargs = {**bound, "dtype": seen.dtype}
+        if len(called) > before:
             part.recompile()
+    return called
 
 
 _SIGNATURES: dict[Any, inspect.Signature] = {

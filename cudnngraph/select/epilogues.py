@@ -46,9 +46,8 @@ def apart(graph: CutGraph, nodes: Group, kernels: Kernels, *, torch_too: bool) -
         return _of_convolution(graph, nodes, kernels)
     casts = _casts(graph, nodes)
     if casts:
-        rest = tuple(node for node in nodes if node not in casts)
         reason = "a bias is cast with the weights, since a product that casts one is slower"
-        return Apart(casts, rest, (), False, reason)
+        return _cast_before(nodes, casts, reason)
     lost_us = _lost_us(graph, nodes, product)
     lost = f"a plan compiled at run time would lose about {lost_us:.1f} us on the product"
     if lost_us <= 0.0:
@@ -75,13 +74,14 @@ def _of_convolution(graph: CutGraph, nodes: Group, kernels: Kernels) -> Apart | 
     if len(anchors) != 1 or len(nodes) < 2 or not OPS[anchors[0].op].has("convolution"):
         return None
     (anchor,) = anchors
+    made, data = graph.spec.tensors[anchor.results[0]], graph.crossing(anchor.operands[0]).dtype
+    if data not in LOW_PRECISION:
+        return None
     casts = _casts(graph, nodes, alone=True)
     if casts:
-        rest = tuple(node for node in nodes if node not in casts)
         reason = "a bias is cast before: cuDNN has no precompiled convolution that casts one"
-        return Apart(casts, rest, (), False, reason)
-    made, data = graph.spec.tensors[anchor.results[0]], graph.crossing(anchor.operands[0]).dtype
-    if data not in LOW_PRECISION or graph.crossing(anchor.results[0]).dtype != data:
+        return _cast_before(nodes, casts, reason)
+    if graph.crossing(anchor.results[0]).dtype != data:
         return None
     if {name for node in nodes for name in node.results} & set(anchor.operands):
         return None
@@ -133,6 +133,10 @@ def _casts(graph: CutGraph, nodes: Group, *, alone: bool = False) -> Group:
     found = tuple(n for n in nodes if is_first(n) and len(tensors[n.results[0]].shape) == 1)
     others = any(is_first(node) and node not in nodes for node in graph.spec.nodes)
     return found if others or alone else ()
+
+
+def _cast_before(nodes: Group, casts: Group, reason: str) -> Apart:
+    return Apart(casts, tuple(node for node in nodes if node not in casts), (), False, reason)
 
 
 def _lost_us(graph: CutGraph, nodes: Group, product: Node) -> float:

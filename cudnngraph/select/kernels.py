@@ -80,9 +80,9 @@ class Kernels:
             return self.why_none
         try:
             _check_size(nodes, graph.spec)
-            part = self._allowed(subgraph_of(graph, nodes))
         except Refused as reason:
             return str(reason)
+        part = subgraph_of(graph, nodes)
         digest = step_digest(part)
         if digest not in self._alike:
             self._alike[digest] = self._by_rule(part)
@@ -90,7 +90,7 @@ class Kernels:
 
     def _by_rule(self, part: GraphSpec) -> Choice | str:
         try:
-            return patterns.by_rule(part, self._processors)
+            return patterns.by_rule(self._allowed(part), self._processors)
         except Refused as reason:
             return str(reason)
         except Exception as error:  # of a rule that never saw such a graph: torch runs it then

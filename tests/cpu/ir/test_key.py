@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph.ir.key import Difference, Key, diff, encode, graph_key, nearest
+from cudnngraph.ir.key import Difference, Key, diff, encode, graph_key, nearest, step_digest
 from cudnngraph.ir.spec import GraphSpec
 from tests.samples import Case, enumerate_cases
 
@@ -548,3 +548,19 @@ def test_no_name_and_no_order_of_a_sample_is_in_its_key(case: Case, data: st.Dat
         inputs=tuple(data.draw(st.permutations(renamed.inputs))),
     )
     assert graph_key(same, POLICY) == graph_key(spec, POLICY)
+
+
+def test_what_has_no_key_is_like_nothing_before_or_after() -> None:
+    """The memory of a graph that is gone may be that of the next."""
+
+    def digest(factor: float) -> str:
+        g = cg.Graph("masked")
+        g.output("y", g.mul(g.input("x", (2, 3), torch.float32), 2.0))
+        spec = g.spec()
+        constant, *rest = spec.nodes
+        spec = replace(spec, nodes=(replace(constant, attrs=(("value", factor),)), *rest))
+        assert step_digest(spec) == step_digest(spec)
+        return step_digest(spec)
+
+    assert digest(2.0) == digest(2.0) != digest(3.0)
+    assert len({digest(-math.inf) for _ in range(50)}) == 50

@@ -383,3 +383,10 @@ def test_a_bias_is_cast_before_its_convolution(op: str, kind: torch.dtype) -> No
         assert found is not None and not found.by_torch
         assert (ops(found.before), ops(found.rest)) == (["cast"], [])
         assert set(ops(found.front)) == {op, "bias", "relu"} and "is cast before" in found.reason
+
+
+def test_a_bias_that_is_cast_for_a_convolution_in_float32_stays_in_its_plan() -> None:
+    g = cg.Graph("biased")
+    x, w = g.input("x", (16, 64, 32, 32), F32), g.input("w", (64, 64, 3, 3), F32)
+    g.output("y", g.bias(g.conv(x, w, padding=1), g.cast(g.input("b", (64,), BF16), F32)))
+    assert way(g.spec()) is None
