@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+import cudnngraph as cg
+from cudnngraph import settings
 
 # Every plan is checked, without some processes for each of pytest's; test_guard.py tests those.
 os.environ.setdefault("CUDNNGRAPH_VERIFY", "inprocess")
@@ -53,3 +57,12 @@ def _no_tf32() -> None:
     """float32 means float32, for torch's own results too."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """An empty cache directory, and nothing in memory."""
+    with settings.override(cache_dir=tmp_path / "cache"):
+        cg.cache_clear()
+        yield tmp_path / "cache"
+        cg.cache_clear()

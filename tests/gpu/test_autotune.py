@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph import settings
 from cudnngraph.backend import env, handles
 from cudnngraph.backend.candidates import Candidate, Outcome, Proposals, build_first
 from cudnngraph.backend.plan import Plan
@@ -100,15 +99,6 @@ def check(exe: cg.Executable, given: Tensors) -> torch.Tensor:
     assert (y.shape, y.stride(), y.dtype) == (declared.shape, declared.stride, declared.dtype)
     numerics.check(y, eager(wide), F16, torch_out=eager(given))
     return y
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """An empty cache directory, and nothing in memory."""
-    with settings.override(cache_dir=tmp_path / "cache"):
-        cg.cache_clear()
-        yield tmp_path / "cache"
-        cg.cache_clear()
 
 
 @pytest.fixture

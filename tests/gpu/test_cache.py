@@ -5,29 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import settings
 from cudnngraph.backend.plan import Choice
 from cudnngraph.cache.lookup import store
 from plans_cache.record import from_json
 from tests.gpu.test_plans import conv, tensors
 
 OTHER_GPU = '"NVIDIA B200"'
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """An empty cache directory, and nothing in memory."""
-    with settings.override(cache_dir=tmp_path / "cache"):
-        cg.cache_clear()
-        yield tmp_path / "cache"
-        cg.cache_clear()
 
 
 def only(folder: Path, suffix: str) -> Path:

@@ -144,8 +144,9 @@ def test_an_autotuned_model_is_right_and_searches_equal_regions_once(
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", ["deeplab", "unet"])
 def test_what_is_concatenated_is_joined_by_a_kernel_or_written_in_place(
-    name: str, in_place: bool
+    name: str, in_place: bool, folder: object
 ) -> None:
+    """Of an empty cache: rules of measurement are in no key."""
     model, x = made(name)
     with changed(convolution_parts_in_place=in_place):
         fused = cg.fuse(model, x)
