@@ -21,7 +21,18 @@ from ..errors import CannotImport, GraphError, PolicyError
 from ..ops.meta import as_held
 from ..runtime import comparison, custom_ops
 from ..runtime.compile import compile, generates
-from . import again, cut, effects, group_norms, known_masks, report, saved, whole, written
+from . import (
+    again,
+    cut,
+    effects,
+    forward_backward,
+    group_norms,
+    known_masks,
+    report,
+    saved,
+    whole,
+    written,
+)
 from .bound import MAX_SHAPES, Direct
 from .convert import convert
 from .draws import Draw, take_out
@@ -132,7 +143,7 @@ def backend(
         fw_compiler=training,
         bw_compiler=backward,
         inference_compiler=inference,
-        partition_fn=saved.fewest_bytes(kernels=generates(given.get("policy"))),
+        partition_fn=forward_backward.fewest_bytes(kernels=generates(given.get("policy"))),
         keep_inference_input_mutations=True,
     )
     with saved.backward_first(), saved.within(given.get("activation_memory_budget")):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..ops.base import LOW_PRECISION
-from . import group_norms
+from . import group_norms, simplify
 
 _aten: Any = torch.ops.aten
 _ours: Any = torch.ops.cudnngraph
@@ -53,7 +53,7 @@ def take_apart(module: torch.fx.GraphModule) -> None:
 def _log_softmax(
     graph: torch.fx.Graph, made: torch.Tensor, x: torch.fx.Node, dim: int, half: bool
 ) -> torch.fx.Node:
-    x = _cast(graph, x, _wide(made.dtype))
+    x = _cast(graph, x, wide(made.dtype))
     most = _called(graph, _aten.amax.default, x, [dim], True)
     shifted = _called(graph, _aten.sub.Tensor, x, most)
     powers = _called(graph, _aten.exp.default, shifted)
@@ -76,7 +76,7 @@ def _log_softmax_backward(
         y.target is _aten._to_copy.default
     ):  # of ours: what is rounded would be saved, being as small
         (y,) = y.all_input_nodes
-    dy, y = (_cast(graph, each, _wide(each.meta["val"].dtype)) for each in (dy, y))
+    dy, y = (_cast(graph, each, wide(each.meta["val"].dtype)) for each in (dy, y))
     total = _called(graph, _aten.sum.dim_IntList, dy, [dim], True)
     powers = _called(graph, _aten.exp.default, y)
     dx = _called(graph, _aten.sub.Tensor, dy, _called(graph, _aten.mul.Tensor, powers, total))
@@ -94,16 +94,16 @@ def _group_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     with graph.inserting_before(node):
         images, channels = _size(graph, x, 0), made.shape[1]
         column = [1, channels, *(1 for _ in made.shape[2:])]
-        wide = _wide(made.dtype)
+        dtype = wide(made.dtype)
         # What is read behind an op that fuses with none, as the statistics are, the partitioner has
         # kept: the images are read by another name, which comes before.
-        given = _cast(graph, _called(graph, _aten.alias.default, x), wide)
-        read = _cast(graph, x, wide)
+        given = _cast(graph, _called(graph, _aten.alias.default, x), dtype)
+        read = _cast(graph, x, dtype)
         both = _called(graph, _ours.group_affine.default, read, groups, eps)
         shift, inverse = (_called(graph, operator.getitem, both, at) for at in (0, 1))
 
         def of_channels(vector: Any) -> torch.fx.Node:
-            return _cast(graph, _called(graph, _aten.view.default, vector, column), wide)
+            return _cast(graph, _called(graph, _aten.view.default, vector, column), dtype)
 
         factor = inverse
         if weight is not None:
@@ -128,6 +128,36 @@ def _group_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     graph.erase_node(node)
 
 
+def normalized(
+    graph: torch.fx.Graph,
+    reader: torch.fx.Node,
+    x: torch.fx.Node,
+    mean: torch.fx.Node,
+    inverse: torch.fx.Node,
+    weight: torch.fx.Node | None,
+    bias: torch.fx.Node | None,
+) -> torch.fx.Node:
+    """What ``forward_backward.normalized`` computes as ops of torch's, for one reader alone."""
+    made = x.meta["val"]
+    column, dtype = [1, made.shape[1], *(1 for _ in made.shape[2:])], wide(made.dtype)
+
+    def of_channels(vector: torch.fx.Node) -> torch.fx.Node:
+        return _cast(graph, _called(graph, _aten.view.default, vector, column), dtype)
+
+    parts = [_cast(graph, x, dtype)]
+    parts.append(_called(graph, _aten.sub.Tensor, parts[-1], of_channels(mean)))
+    parts.append(_called(graph, _aten.mul.Tensor, parts[-1], of_channels(inverse)))
+    if weight is not None:
+        parts.append(_called(graph, _aten.mul.Tensor, parts[-1], of_channels(weight)))
+    if bias is not None:
+        parts.append(_called(graph, _aten.add.Tensor, parts[-1], of_channels(bias)))
+    parts.append(_cast(graph, parts[-1], made.dtype))
+    for part in parts:
+        if part is not x:
+            part.meta[simplify.FOR] = reader.name
+    return parts[-1]
+
+
 def _silu_in_parts(graph: torch.fx.Graph, norm: torch.fx.Node) -> None:
     """Have the gradient of a SiLU behind a norm as pointwise ops, which torch's partitioner knows
     as such: it would keep what the norm gives for any other."""
@@ -140,7 +170,7 @@ def _silu_in_parts(graph: torch.fx.Graph, norm: torch.fx.Node) -> None:
             continue
         made, given = node.meta["val"], list(node.all_input_nodes)
         with graph.inserting_before(node):
-            dy, y = (_cast(graph, each, _wide(made.dtype)) for each in given)
+            dy, y = (_cast(graph, each, wide(made.dtype)) for each in given)
             share = _called(graph, _aten.sigmoid.default, y)
             rest = _called(graph, _aten.sub.Tensor, y, _called(graph, _aten.mul.Tensor, y, share))
             slope = _called(
@@ -161,7 +191,7 @@ def _of_narrow_images(node: torch.fx.Node) -> None:
         node.update_arg(1, source)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which torch computes a softmax, and the statistics of a norm."""
     return torch.float32 if dtype in LOW_PRECISION else dtype
 

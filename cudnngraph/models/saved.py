@@ -13,12 +13,10 @@ import math
 import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from typing import Any
 
 import torch
 
-from . import parts
 from .aten_ops import OF_MEMORY, goes_by_layout
 from .rules.table import rule_of
 
@@ -42,21 +40,6 @@ def within(budget: float | None) -> AbstractContextManager[Any]:
     setting."""
     config: Any = torch._functorch.config
     return nullcontext() if budget is None else config.patch(activation_memory_budget=budget)
-
-
-def fewest_bytes(*, kernels: bool) -> Any:
-    """torch's partitioner of forward and backward that keeps the fewest bytes, and has pointwise
-    ops computed again, of which there are more with ``kernels``
-    (:mod:`~cudnngraph.models.parts`)."""
-    partition = import_module("functorch.compile").min_cut_rematerialization_partition
-    if not kernels:
-        return partition
-
-    def parted(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        parts.take_apart(joint)
-        return partition(joint, inputs, **options)
-
-    return parted
 
 
 def pool_again(module: torch.fx.GraphModule) -> None:

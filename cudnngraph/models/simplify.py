@@ -11,6 +11,8 @@ from ..ops import meta
 
 Node = torch.fx.Node
 _VIEWS = frozenset({*meta.RESHAPES, "expand", "permute"})
+#: In a node's meta: the name of the one node that it is computed for.
+FOR = "computed for"
 _NEUTRAL = {"div": 1, "mul": 1, "sub": 0}  # x + 0 is not: of -0 it makes 0
 
 
@@ -51,7 +53,7 @@ def _computation(node: Node) -> Hashable:
     made = _value(node)
     if meta.op_name(node) in meta.RESHAPES and made is not None:
         return "reshape", node.args[0], tuple(made.shape), made.dtype
-    return node.target, _key(node.args), _key(node.kwargs)
+    return node.target, _key(node.args), _key(node.kwargs), node.meta.get(FOR)
 
 
 def _key(given: Any) -> Hashable:

@@ -67,14 +67,14 @@ def apart(graph: CutGraph, nodes: Group, kernels: Kernels, *, torch_too: bool) -
 def _of_convolution(graph: CutGraph, nodes: Group, kernels: Kernels) -> Apart | None:
     """How a convolution of 16-bit data is to be parted from its epilogue, None if it is not.
 
-    No precompiled engine casts a bias. An epilogue that would hand on float32 is apart if a kernel
-    of that and of what reads it moves fewer bytes.
+    No precompiled engine casts a bias. An epilogue is apart if a kernel of that and of what reads
+    it moves fewer bytes.
     """
     anchors = [node for node in nodes if graph.is_anchor(node)]
     if len(anchors) != 1 or len(nodes) < 2 or not OPS[anchors[0].op].has("convolution"):
         return None
     (anchor,) = anchors
-    made, data = graph.spec.tensors[anchor.results[0]], graph.crossing(anchor.operands[0]).dtype
+    data = graph.crossing(anchor.operands[0]).dtype
     if data not in LOW_PRECISION:
         return None
     casts = _casts(graph, nodes, alone=True)
@@ -85,18 +85,13 @@ def _of_convolution(graph: CutGraph, nodes: Group, kernels: Kernels) -> Apart | 
         return None
     if {name for node in nodes for name in node.results} & set(anchor.operands):
         return None
-    part, behind = subgraph_of(graph, nodes), tuple(n for n in nodes if n is not anchor)
-    handed = (part.tensors[name] for name in part.outputs)
-    if not any(x.numel == made.numel and x.dtype.itemsize > data.itemsize for x in handed):
-        return None
+    behind = tuple(node for node in nodes if node is not anchor)
     if not isinstance(kernels.choice(graph, behind), Choice):
         return None
     more = _more_bytes(graph, nodes, anchor, behind, kernels)[0]
     if more >= 0:
         return None
-    reason = (
-        f"it would hand on float32: a kernel of that and of what reads it moves {-more} bytes less"
-    )
+    reason = f"a kernel of its epilogue and of what reads that moves {-more} bytes less"
     return Apart((), (anchor,), behind, False, reason)
 
 

@@ -65,18 +65,20 @@ def _wide(c: Importer, a: Arguments) -> tuple[Value, tuple[int, ...] | None]:
     """The operand of a reduction in the dtype that torch computes it in, and its dims, None for
     all."""
     x, dims = c.value(a["self"]), a.get("dim")
-    if a.get("dtype") is not None or x.dtype not in FLOATS:
+    given = a.get("dtype") or x.dtype
+    if x.dtype not in FLOATS or given not in FLOATS:
         raise Skip
-    if x.dtype in LOW_PRECISION:
+    wide = torch.float32 if given in LOW_PRECISION else given
+    if x.dtype != wide:
         if not c.kernels:
             raise Skip  # torch's own is one kernel, which rounds once
-        x = c.g.cast(x, torch.float32)
+        x = c.g.cast(x, wide)
     return x, None if dims is None or dims == [] else tuple(spread(dims, 1))
 
 
 def _narrowed(c: Importer, a: Arguments, y: Value) -> Value:
-    """A result in the dtype of the operand."""
-    dtype = c.value(a["self"]).dtype
+    """A result in the dtype that is asked for, or that of the operand."""
+    dtype = a.get("dtype") or c.value(a["self"]).dtype
     return y if y.dtype == dtype else c.g.cast(y, dtype)
 
 

@@ -182,6 +182,28 @@ def test_softmax_in_another_dtype_and_norms_of_16_bits_are_kernels(dtype: torch.
         numerics.check(mine, exact.double(), dtype)
 
 
+@pytest.mark.parametrize("order", [1, 2, math.inf])
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float64),
+    ],
+)
+def test_a_vector_norm_in_the_dtype_that_is_asked_for_is_ours(
+    given: torch.dtype, asked: torch.dtype, order: float
+) -> None:
+    """As autocast on a GPU asks for float32."""
+    model = Of(lambda m, x: torch.linalg.vector_norm(x, order, (1, 2), True, dtype=asked)).eval()
+    x = image(3, 5, 8).to(given)
+    assert not import_model(model, (x,), kernels=True).opaque
+    found = cg.fuse(model, x)(x)
+    assert found.dtype == asked
+    numerics.check(found, torch.linalg.vector_norm(x.double(), order, (1, 2), True), asked)
+
+
 def test_an_rms_norm_of_a_wider_tensor_than_its_weight_is_ours() -> None:
     weight = image(8).to(torch.bfloat16)
     model = Of(lambda m, x: F.rms_norm(x, (8,), m.w, 1e-5), w=weight).eval()
