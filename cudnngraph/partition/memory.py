@@ -177,6 +177,54 @@ class Turns:
         return cls(tuple(map(tuple, makes)), tuple(map(tuple, drops)), offsets, block_bytes)
 
 
+def within_peak(
+    steps: Sequence[StepMemory],
+    inputs: Collection[str],
+    outputs: Collection[str],
+    until: Mapping[int, int],
+) -> dict[int, int]:
+    """Those of ``until`` with which a run that lets go of what was read, as :class:`Turns` has it,
+    takes at no time more memory than the most that it takes with none of them."""
+    known = aliases([step.made() for step in steps], {*inputs, *outputs})
+    inside = {each.form.name: str(each.root) for each in known.order}
+    lives = _lives(_read(steps, {*inputs, *outputs}, {}, inputs), inside)
+    sizes: dict[str, int] = {}
+    for step in steps:
+        for name in (*step.spec.inputs, *step.spec.outputs):
+            form = step.spec.tensors[name]
+            sizes[name] = form.extent * form.dtype.itemsize
+    lived = [step.workspace_bytes for step in steps]
+    ends: dict[str, int] = {}
+    for name in lives.keys() - inside.keys() & sizes.keys():
+        first, last = lives[name]
+        ends[name] = len(steps) - 1 if name in outputs else last
+        for at in range(max(first, 0), ends[name] + 1):
+            lived[at] += sizes[name]
+    peak, found = max(lived, default=0), dict[int, int]()
+    for number, last in until.items():
+        spec, more = steps[number].spec, [0] * (last + 1)
+        for at in range(number + 1, last + 1):
+            more[at] += steps[number].workspace_bytes
+        read = {_whole(name, inside) for name in (*spec.inputs, *spec.outputs)} & ends.keys()
+        for name in read:
+            for at in range(ends[name] + 1, last + 1):
+                more[at] += sizes[name]
+        if any(lived[at] + added > peak for at, added in enumerate(more) if added):
+            continue
+        found[number] = last
+        ends |= {name: max(ends[name], last) for name in read}
+        for at, added in enumerate(more):
+            lived[at] += added
+    return found
+
+
+def _whole(name: str, inside: Mapping[str, str]) -> str:
+    """What a tensor lies in."""
+    while name in inside:
+        name = inside[name]
+    return name
+
+
 SMALL_PART = 32  # what together is less than such a part of all tensors is small
 
 

@@ -18,7 +18,7 @@ import torch
 from ..backend import handles
 from ..device.allocation import strided_copy
 from ..ir.spec import ALIGNMENT_BYTES, TensorSpec
-from ..partition.memory import Turns
+from ..partition.memory import Turns, within_peak
 from . import streams
 from .fast_call import Allocated, Call, Turn, build_stepwise
 from .process import PROCESS
@@ -34,7 +34,9 @@ class Stepwise:
         spec = program.spec
         self._program = program
         self._threads = threading.local()
-        turns = Turns.of(program.laid, spec.inputs, spec.outputs, program.until)
+        bound = spec.inputs, spec.outputs
+        self._until = within_peak(program.laid, *bound, program.until)
+        turns = Turns.of(program.laid, *bound, self._until)
         places: dict[str | int, int] = {}
         places.update(program.places)
         for number, step in enumerate(program.laid):
@@ -200,7 +202,7 @@ class Stepwise:
             number: partial(self._start, step, run, values, addresses)
             for number, (step, run) in numbered.items()
         }
-        streams.run(calls, program.until, program.sides, program.device.index, prepare)
+        streams.run(calls, self._until, program.sides, program.device.index, prepare)
 
     def _whole(
         self, step: Turn, run: Any, values: list[Any], addresses: list[int], handle: Any

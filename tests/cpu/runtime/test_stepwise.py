@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import ctypes
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 from zlib import crc32
 
 import pytest
@@ -83,6 +85,56 @@ def test_tensors_are_there_while_a_step_may_use_them(case: Case) -> None:
                 assert names <= there, (before, number)
     there -= {*turns.drops[-1], *turns.offsets}
     assert there == set(graph.outputs)
+
+
+def most(steps: list[StepMemory], graph: GraphSpec, until: Mapping[int, int]) -> int:
+    """The most bytes that a run in turns takes at a time, inputs with it."""
+    with patch.object(memory, "SMALL_PART", 1 << 62):  # else what is small lives all the time
+        turns = Turns.of(steps, graph.inputs, graph.outputs, until)
+    forms = dict(graph.tensors) | {k: v for step in steps for k, v in step.spec.tensors.items()}
+
+    def size(each: Any) -> int:
+        if isinstance(each, int):
+            return steps[each].workspace_bytes
+        form = forms[each if isinstance(each, str) else each.name]
+        return form.extent * form.dtype.itemsize
+
+    now = found = sum(map(size, graph.inputs))
+    for drops, makes in zip(turns.drops, (*turns.makes, ()), strict=True):
+        now += sum(map(size, makes)) - sum(map(size, drops))
+        found = max(found, now)
+    assert now == sum(map(size, graph.outputs))
+    return found
+
+
+@each_case(GRADIENTS)
+def test_steps_side_by_side_take_no_more_memory_at_the_peak(case: Case) -> None:
+    spec = case.build().spec()
+    backward = cg.differentiate(spec, floating_inputs(spec)).backward
+    steps, graph = one_by_one(backward), prepared(canonical(backward))
+    until = streams.overlappable(steps)
+    kept = memory.within_peak(steps, graph.inputs, graph.outputs, until)
+    assert kept.items() <= until.items()
+    alone = most(steps, graph, {})
+    assert most(steps, graph, kept) == alone
+    for number in until.keys() - kept.keys():
+        more = {n: last for n, last in kept.items() if n < number} | {number: until[number]}
+        assert most(steps, graph, more) > alone
+
+
+@pytest.mark.parametrize("scratch", [0, 1 << 20])
+def test_steps_with_much_scratch_memory_run_alone_at_the_peak(scratch: int) -> None:
+    """The gradients of a convolution, side by side where there is room for both."""
+    g = cg.Graph("gradients")
+    x, w = g.input("x", (1, 8, 16, 16), torch.float32), g.input("w", (8, 8, 3, 3), torch.float32)
+    g.output("y", g.relu(g.conv(x, w, padding=1)))
+    steps = one_by_one(cg.differentiate(g.spec(), ("x", "w")).backward)
+    steps = [replace(step, workspace_bytes=scratch) for step in steps]
+    graph = prepared(canonical(cg.differentiate(g.spec(), ("x", "w")).backward))
+    until = streams.overlappable(steps)
+    assert len(until) == 1
+    kept = memory.within_peak(steps, graph.inputs, graph.outputs, until)
+    assert bool(kept) == (not scratch)
 
 
 class ByAddress:
