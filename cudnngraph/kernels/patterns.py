@@ -15,10 +15,20 @@ import torch
 from ..backend.plan import KERNEL, Choice
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
-from . import depthwise, depthwise_gradient, pieces, pool_gradient, split, tap_sums, tiles
+from . import (
+    depthwise,
+    depthwise_gradient,
+    pieces,
+    pool_gradient,
+    row_sums,
+    split,
+    tap_sums,
+    tiles,
+)
 from .depthwise import Strips
 from .pieces import Pieces
 from .pool_gradient import Patches
+from .row_sums import Bins
 from .rows import (
     MOST_KEPT,
     MOST_THREADS,
@@ -39,7 +49,7 @@ from .tape import Cut, Refused
 from .tiling import Tiling, tiles_of, tilings, why_tiles_first
 from .write import write
 
-Pattern = Schedule | Split | Tiling | Strips | TapSums | Pieces | Patches
+Pattern = Schedule | Split | Tiling | Strips | TapSums | Pieces | Patches | Bins
 
 #: The knobs of a choice by the pattern that they are the schedule of.
 _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
@@ -48,6 +58,7 @@ _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     Tiling: ("lanes", "along", "across", "threads"),
     Pieces: ("lanes", "threads", "blocks"),
     Strips: ("lanes", "wide", "high", "vectors", "blocks"),
+    Bins: ("table_rows", "columns", "threads"),
     Patches: ("lanes", "patch_wide", "patch_high", "threads"),
     TapSums: ("lanes", "taps", "wide", "high", "vectors", "threads", "resident", "blocks"),
 }
@@ -77,6 +88,10 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
 
     It is known to be written.
     """
+    if row_sums.has_sum(spec):
+        bins = row_sums.schedules(spec, processors)[0]
+        row_sums.write(spec, bins)
+        return choice_of(bins)
     if tap_sums.has_gradient(spec):
         sums = tap_sums.schedules(spec, processors)[0]
         depthwise_gradient.write(spec, sums)
@@ -126,6 +141,8 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
 def choices(spec: GraphSpec, processors: int) -> list[Choice]:
     """The choices that are worth measuring, the one by rule first. Raises :class:`Refused`."""
     found: dict[Choice, None] = {by_rule(spec, processors): None}
+    if row_sums.has_sum(spec):
+        return list(found | dict.fromkeys(map(choice_of, row_sums.schedules(spec, processors))))
     if tap_sums.has_gradient(spec):
         sums = tap_sums.schedules(spec, processors)
         return list(found | dict.fromkeys(map(choice_of, sums)))
@@ -166,7 +183,11 @@ def source(spec: GraphSpec, choice: Choice) -> Source:
 
 def _name(spec: GraphSpec) -> str:
     """A name that says what is computed."""
-    ops = [node.op for node in spec.nodes if node.op not in ("constant", "identity", "cast")]
+    ops = [
+        node.attr("overload").split(".")[1].strip("_") if node.op == "aten" else node.op
+        for node in spec.nodes
+        if node.op not in ("constant", "identity", "cast")
+    ]
     return "_".join(["cudnngraph", *dict.fromkeys(ops or ["copy"])])[:MOST_NAME].rstrip("_")
 
 
@@ -175,6 +196,8 @@ def _written(spec: GraphSpec, schedule: Pattern) -> Source:
         return depthwise.write(spec, schedule)
     if isinstance(schedule, TapSums):
         return depthwise_gradient.write(spec, schedule)
+    if isinstance(schedule, Bins):
+        return row_sums.write(spec, schedule)
     if isinstance(schedule, Patches):
         return pool_gradient.write(spec, schedule)
     if isinstance(schedule, Pieces):

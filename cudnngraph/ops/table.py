@@ -18,6 +18,7 @@ from . import (
     reduction,
     resampling,
     row_norm,
+    row_sums,
     shapes,
     softmax,
 )
@@ -38,6 +39,7 @@ _FAMILIES = (
     reduction,
     resampling,
     row_norm,
+    row_sums,
     shapes,
     softmax,
 )

@@ -155,6 +155,26 @@ def torchs_own() -> Iterator[Case]:
         lambda t: {"y": -F.embedding(t["at"], t["x"])},
         {"at": small_whole(0, 5)},
     )
+    for dtype in (F32, BF16):
+        yield table_case(
+            "aten",
+            "sum_rows",
+            {"x": ((6, 4, 12), dtype, None), "at": ((6, 4), torch.int64, None)},
+            lambda g, v: {
+                "y": g.aten(
+                    [v["x"], v["at"]],
+                    "cudnngraph.sum_rows.default",
+                    (("tensor", 0), ("tensor", 1), 5, 2),
+                )
+            },
+            lambda t: {
+                "y": torch.zeros(5, 12, dtype=t["x"].dtype)
+                .to(t["x"].device)
+                .index_add(0, t["at"].flatten(), t["x"].flatten(0, 1))
+                * (torch.arange(5, device=t["x"].device) != 2)[:, None]
+            },
+            {"at": small_whole(0, 5)},
+        )
     yield table_case(
         "aten",
         "cast",

@@ -14,6 +14,7 @@ from ...graph.value import Value
 from ...ir.spec import (
     is_channels_last,
 )
+from ...ops import row_sums
 from ...ops.base import FLOATS, LOW_PRECISION
 from ...ops.resampling import in_padding
 from ..aten_ops import UPSAMPLES, packets
@@ -380,13 +381,48 @@ def _index_put(c: Importer, a: Arguments) -> Value:
     dy, seen = c.value(a["values"]), c.node.args[0].meta["val"]
     if not a["accumulate"] or getattr(c.node.args[0].target, "overloadpacket", None) not in _ZEROS:
         raise Skip
-    size = _repeats(c, seen.shape, a["indices"])
+    try:
+        size = _repeats(c, seen.shape, a["indices"])
+    except Skip:
+        return _sum_along(c, dy, tuple(seen.shape), a["indices"])
     if dy.shape != (*seen.shape[:2], *size):
         raise Skip
     return c.g.interpolate_backward(dy, size, input_size=tuple(seen.shape[2:]))
 
 
+def _sum_along(c: Importer, dy: Value, shape: tuple[int, ...], indices: Sequence[Any]) -> Value:
+    """What is added up along the one dim that is read at an index: along the first of a table."""
+    given = [(at, each) for at, each in enumerate(indices) if each is not None]
+    if len(given) != 1:
+        raise Skip
+    ((dim, index),) = given
+    index, rank = c.value(index), len(index.shape)
+    if dy.shape != (*shape[:dim], *index.shape, *shape[dim + 1 :]):
+        raise Skip
+    if dim:
+        behind = range(dim + rank, len(dy.shape))
+        dy = c.g.permute(dy, (*range(dim, dim + rank), *range(dim), *behind))
+    made = _sum_rows(c, dy, index, shape[dim], -1)
+    return c.g.permute(made, (*range(1, dim + 1), 0, *range(dim + 1, len(shape)))) if dim else made
+
+
+def _sum_rows(c: Importer, values: Value, index: Value, rows: int, skip: int) -> Value:
+    if not c.kernels or values.dtype not in FLOATS or index.dtype not in (torch.int64, torch.int32):
+        raise Skip
+    args = (("tensor", 0), ("tensor", 1), rows, skip)
+    made: Value = c.g.aten([values, index], row_sums.OVERLOAD, args)
+    return made
+
+
+def _embedding_backward(c: Importer, a: Arguments) -> Value:
+    if a["scale_grad_by_freq"]:
+        raise Skip
+    dy, index = c.value(a["grad_output"]), c.value(a["indices"])
+    return _sum_rows(c, dy, index, a["num_weights"], a["padding_idx"])
+
+
 RULES: dict[str, Rule] = {
+    "embedding_dense_backward": _embedding_backward,
     **dict.fromkeys(("index", "_unsafe_index"), _index),
     **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
     "mean": _reduced("mean"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -367,12 +368,22 @@ def _unbind(c: Importer, a: Arguments) -> tuple[Value, ...]:
     return tuple(_select(c, {**a, "index": index}) for index in range(count))
 
 
+def _of_one_dtype(c: Importer, tensors: Sequence[Any]) -> list[Value]:
+    """Tensors in the dtype to which torch promotes them, as a class token beside what autocast has
+    made of an image."""
+    values = [c.value(each) for each in tensors]
+    dtype = reduce(torch.promote_types, (value.dtype for value in values))
+    if dtype not in FLOATS or any(value.dtype not in FLOATS for value in values):
+        return values
+    return [value if value.dtype == dtype else c.g.cast(value, dtype) for value in values]
+
+
 def _cat(c: Importer, a: Arguments) -> Value:
-    return c.g.concat([c.value(each) for each in a["tensors"]], a["dim"])
+    return c.g.concat(_of_one_dtype(c, a["tensors"]), a["dim"])
 
 
 def _stack(c: Importer, a: Arguments) -> Value:
-    values = [c.value(each) for each in a["tensors"]]
+    values = _of_one_dtype(c, a["tensors"])
     rank = len(values[0].shape) + 1
     dim = a["dim"] % rank
     apart = [c.g.reshape(v, (*v.shape[:dim], 1, *v.shape[dim:])) for v in values]

@@ -204,6 +204,23 @@ def test_a_vector_norm_in_the_dtype_that_is_asked_for_is_ours(
     numerics.check(found, torch.linalg.vector_norm(x.double(), order, (1, 2), True), asked)
 
 
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16, torch.bfloat16)],
+)
+def test_tensors_of_several_dtypes_are_joined(
+    join: Callable[..., torch.Tensor], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """As a class token of float32 and what autocast makes of an image."""
+    model = Of(lambda m, *parts: join([part.exp() for part in parts], 1)).eval()
+    parts = tuple(image(3, 5, 8).to(dtype) for dtype in dtypes)
+    assert not import_model(model, parts, kernels=True).opaque
+    found, own = cg.fuse(model, parts)(*parts), model(*parts)
+    assert found.dtype == own.dtype == torch.float32
+    numerics.check(found, model(*(part.double() for part in parts)), dtypes[-1])
+
+
 def test_an_rms_norm_of_a_wider_tensor_than_its_weight_is_ours() -> None:
     weight = image(8).to(torch.bfloat16)
     model = Of(lambda m, x: F.rms_norm(x, (8,), m.w, 1e-5), w=weight).eval()

@@ -1,0 +1,230 @@
+"""Kernels of sums by row: numbers are added up in the row of a table that their index names.
+
+That is the gradient of an embedding, and of what reads a table of positions. A block has some rows
+of the table and some of their columns. It asks each index whether it names one of its rows, so that
+a bit of a word stands for each index that does; then it adds up what belongs to those, and writes
+its rows. Nothing is sorted, no memory is cleared first, and no two threads add to the same number:
+the sums have the same bits each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ..ir.spec import GraphSpec, Node, TensorSpec, is_contiguous
+from ..ops.aten import decode
+from ..ops.row_sums import OVERLOAD
+from ..partition.analysis import compute_nodes
+from .source import NAME, Source, function, pointers, text_of
+from .tape import Refused
+
+WORD = 32  # indices that a thread asks at a time: the bits of a word
+TOGETHER = 4  # indices whose numbers are read before the first is added
+SECTOR_BYTES = 32  # that memory is read in
+SHARED_BYTES = 36 << 10  # of a block, besides its words
+MULTIPROCESSOR_BYTES = 96 << 10  # of shared memory, that each GPU of these has at least
+MULTIPROCESSOR_THREADS = 1536
+MEASURED = 6  # schedules
+_MOST_ELEMENTS = 1 << 31
+_VALUES = (torch.float32, torch.float16, torch.bfloat16)
+_INDICES = (torch.int64, torch.int32)
+
+# About how many cycles each takes, to rank schedules: an index that is asked, a word that is looked
+# at, some numbers that are read and added, a row that is cleared or put together by a thread.
+_OF_AN_INDEX, _OF_A_WORD, _OF_A_READ, _OF_A_ROW = 8.0, 4.0, 700.0, 12.0
+
+
+@dataclass(frozen=True)
+class Bins:
+    """A schedule: rows of a block and their columns, powers of two, and its threads."""
+
+    table_rows: int
+    columns: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Such a sum: ``count`` rows of ``width`` numbers for a table of ``rows``, but for ``skip``.
+
+    The numbers of two indices lie ``apart``, those of one ``beside`` each other.
+    """
+
+    values: TensorSpec
+    index: TensorSpec
+    table: TensorSpec
+    count: int
+    width: int
+    rows: int
+    skip: int
+    apart: int
+    beside: int
+    index_apart: int
+
+
+def sum_of(nodes: tuple[Node, ...]) -> Node | None:
+    """The one op of a region that is such a sum."""
+    if len(nodes) != 1 or nodes[0].op != "aten" or nodes[0].attr("overload") != OVERLOAD:
+        return None
+    return nodes[0]
+
+
+def has_sum(spec: GraphSpec) -> bool:
+    """Whether a region is such a sum."""
+    return sum_of(compute_nodes(spec.nodes)) is not None
+
+
+def _arguments(node: Node, tensors: Mapping[str, TensorSpec]) -> tuple[Any, Any, int, int]:
+    given = [tensors[name] for name in node.operands]
+    values, index, rows, skip = (
+        decode(each, given, torch.device("cpu")) for each in node.attr("args")
+    )
+    return values, index, rows, skip
+
+
+def region_of(spec: GraphSpec) -> _Sum:
+    """The sum of a region. Raises :class:`Refused`."""
+    node = sum_of(compute_nodes(spec.nodes))
+    if node is None:
+        raise Refused("no sum by row alone")
+    values, index, rows, skip = _arguments(node, spec.tensors)
+    table = spec.tensors[node.results[0]]
+    if values.dtype not in _VALUES or index.dtype not in _INDICES or table.dtype != values.dtype:
+        raise Refused("a sum by row of other dtypes")
+    if any(each.extent >= _MOST_ELEMENTS or not each.numel for each in (values, index, table)):
+        raise Refused("a sum by row of no element, or of more than an index of 32 bits counts")
+    rank = len(index.shape)
+    apart = _step(values.shape[:rank], values.stride[:rank])
+    beside = _step(values.shape[rank:], values.stride[rank:])
+    index_apart = _step(index.shape, index.stride)
+    if not is_contiguous(table.shape, table.stride):
+        raise Refused("a sum by row that does not lie in rows")
+    count, width = index.numel, prod(values.shape[rank:])
+    return _Sum(values, index, table, count, width, rows, skip, apart, beside, index_apart)
+
+
+def _step(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How far elements of dims lie from each other, in order. Raises :class:`Refused`."""
+    step, behind = 1, 0
+    for extent, each in reversed([*zip(shape, stride, strict=True)]):
+        if extent == 1:
+            continue
+        if not behind:
+            step = each
+        elif each != behind:
+            raise Refused("a sum by row of what does not lie in rows")
+        behind = each * extent
+    return step
+
+
+def schedules(spec: GraphSpec, processors: int) -> list[Bins]:
+    """Schedules that are worth measuring, the one by rule first. Raises :class:`Refused`."""
+    given = region_of(spec)
+    least = min(SECTOR_BYTES // given.values.dtype.itemsize, given.width)
+    wide = [n for n in (4, 8, 16, 32, 64, 128, 256) if least <= n < 2 * given.width] or [4]
+    found = [
+        Bins(rows, columns, threads)
+        for threads in (512, 256)
+        for columns in wide
+        for rows in (1, 2, 4, 8, 16, 32)
+        if rows * threads * 4 <= SHARED_BYTES and rows < 2 * given.rows and columns <= threads
+    ]
+    return sorted(found, key=lambda each: _cycles(given, each, processors))[:MEASURED]
+
+
+def _cycles(given: _Sum, bins: Bins, processors: int) -> float:
+    """About how long it takes, if as many indices name each row."""
+    blocks = -(-given.rows // bins.table_rows) * -(-given.width // bins.columns)
+    shared = bins.threads * (bins.table_rows + 1) * 4
+    resident = max(1, min(MULTIPROCESSOR_BYTES // shared, MULTIPROCESSOR_THREADS // bins.threads))
+    groups = bins.threads // bins.columns
+    asked = -(-given.count // bins.threads) * _OF_AN_INDEX * bins.threads / 128
+    words = given.count / WORD / groups * _OF_A_WORD * bins.threads / 128
+    named = given.count * min(1.0, bins.table_rows / given.rows)
+    reads = named / groups / TOGETHER
+    issued = asked + words + bins.table_rows * _OF_A_ROW
+    return blocks / processors * issued + max(1.0, blocks / processors / resident) * (
+        reads * _OF_A_READ
+    )
+
+
+def _times(name: str, step: int) -> str:
+    """C++ for a number of steps."""
+    return name if step == 1 else f"{name} * {step}u"
+
+
+def write(spec: GraphSpec, bins: Bins) -> Source:
+    """The kernel. Raises :class:`Refused`."""
+    given = region_of(spec)
+    rows, columns, threads = bins.table_rows, bins.columns, bins.threads
+    if threads % columns or threads > 1024 or threads % WORD or rows * threads * 4 > SHARED_BYTES:
+        raise Refused(f"{rows} rows of {columns} columns by {threads} threads")
+    tensors = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
+    at = {tensor.name: place for place, tensor in enumerate(tensors)}
+    used = (given.values, given.index, given.table)
+    values, index, table = (f"p{at[each.name]}" for each in used)
+    groups, across = threads // columns, -(-given.width // columns)
+    tile = threads * WORD
+    where = f"{_times('n', given.apart)} + {_times('column', given.beside)}"
+    skipped = f" && r != {given.skip}" if given.skip >= 0 else ""
+    lines = [
+        *pointers(tensors, len(spec.inputs)),
+        f"__shared__ u32 words[{threads}];",
+        f"__shared__ float sums[{rows}][{threads}];",
+        f"const u32 me = threadIdx.x, group = me / {columns}u;",
+        f"const int first = (int)(blockIdx.x / {across}u) * {rows};",
+        f"const u32 column = blockIdx.x % {across}u * {columns}u + me % {columns}u;",
+        f"const bool there = column < {given.width}u;",
+        f"for (int r = 0; r < {rows}; ++r) sums[r][me] = 0.0f;",
+        f"for (u32 base = 0; base < {given.count}u; base += {tile}u) {{",
+        "  u32 word = 0u;",
+        f"  const u32 from = base + me * {WORD}u;",
+        "  #pragma unroll 8",
+        f"  for (u32 j = 0; j < {WORD}u; ++j) {{",
+        f"    if (from + j >= {given.count}u) break;",
+        f"    const i64 r = row_of({index}[{_times('(from + j)', given.index_apart)}]);",
+        f"    if (r >= first && r < first + {rows} && r < {given.rows}{skipped}) word |= 1u << j;",
+        "  }",
+        "  __syncthreads();",
+        "  words[me] = word;",
+        "  __syncthreads();",
+        f"  for (u32 w = group; w < {threads}u; w += {groups}u) {{",
+        f"    if (base + w * {WORD}u >= {given.count}u) break;",
+        "    const u32 named = words[w];",
+        "    if (named == 0u || !there) continue;",
+        f"    for (u32 j = 0; j < {WORD}u; j += {TOGETHER}u) {{",
+        f"      if ((named >> j & {(1 << TOGETHER) - 1}u) == 0u) continue;",
+        f"      float number[{TOGETHER}];",
+        f"      int row[{TOGETHER}];",
+        "      #pragma unroll",
+        f"      for (u32 t = 0; t < {TOGETHER}u; ++t) {{",
+        "        row[t] = -1;",
+        "        if ((named >> (j + t) & 1u) == 0u) continue;",
+        f"        const u32 n = base + w * {WORD}u + j + t;",
+        f"        row[t] = (int)(row_of({index}[{_times('n', given.index_apart)}]) - first);",
+        f"        number[t] = get({values}[{where}]);",
+        "      }",
+        "      #pragma unroll",
+        f"      for (u32 t = 0; t < {TOGETHER}u; ++t)",
+        "        if (row[t] >= 0) sums[row[t]][me] += number[t];",
+        "    }",
+        "  }",
+        "}",
+        "__syncthreads();",
+        f"for (u32 k = me; k < {rows * columns}u; k += {threads}u) {{",
+        f"  const u32 r = k / {columns}u, c = k % {columns}u;",
+        f"  const u32 to = blockIdx.x % {across}u * {columns}u + c;",
+        f"  if (first + (int)r >= {given.rows} || to >= {given.width}u) continue;",
+        "  float sum = 0.0f;",
+        f"  for (u32 g = 0; g < {groups}u; ++g) sum += sums[r][g * {columns}u + c];",
+        f"  put({table}[(u64)(first + (int)r) * {given.width}u + to], sum);",
+        "}",
+    ]
+    wrapped = f"D i64 row_of(i64 r) {{ return r < 0 ? r + {given.rows} : r; }}"
+    text = text_of(len(tensors), [function(NAME, threads, lines)], [wrapped])
+    return Source(text, -(-given.rows // rows) * across, threads)

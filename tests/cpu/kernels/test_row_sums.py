@@ -1,0 +1,194 @@
+"""Kernels of sums by row, run on the CPU against torch's in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cudnngraph as cg
+from cudnngraph.errors import NotSupported
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.kernels import patterns, row_sums
+from cudnngraph.kernels.row_sums import Bins
+from cudnngraph.kernels.tape import Refused
+from cudnngraph.ops.row_sums import OVERLOAD
+from tests import host_kernels, numerics
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def table(
+    index: tuple[int, ...],
+    rest: tuple[int, ...],
+    rows: int,
+    skip: int = -1,
+    dtype: torch.dtype = F32,
+    of: torch.dtype = torch.int64,
+) -> GraphSpec:
+    g = cg.Graph("table")
+    values = g.input("values", (*index, *rest), dtype)
+    named = g.input("index", index, of)
+    args = (("tensor", 0), ("tensor", 1), rows, skip)
+    g.output("sums", g.aten([values, named], OVERLOAD, args))
+    return g.spec()
+
+
+def check(spec: GraphSpec, index: torch.Tensor, rows: int, skip: int, choice: Any = None) -> None:
+    """A kernel's sums against float64, whichever thread comes first, in memory that was not
+    cleared."""
+    values = spec.tensors[spec.inputs[0]].empty("cpu")
+    values.copy_(torch.randn(values.shape))
+    exact = torch.ops.cudnngraph.sum_rows(values.double(), index, rows, skip)
+    source = patterns.source(spec, choice or patterns.by_rule(spec, 132))
+    made = [spec.tensors[spec.outputs[0]].empty("cpu").fill_(float("nan")) for _ in range(2)]
+    for at, result in enumerate(made):
+        host_kernels.run(source, [values, index, result], backwards=bool(at))
+    assert torch.equal(*made)
+    most = int(torch.bincount(index.flatten() % rows, minlength=rows).max())
+    numerics.check(made[0], exact, values.dtype, terms=most)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@pytest.mark.parametrize(
+    ("index", "rest", "rows"),
+    [
+        ((2401,), (3,), 169),
+        ((49, 49), (24,), 169),
+        ((3, 7), (40,), 5),
+        ((1,), (1,), 1),
+        ((70,), (2, 3), 1000),
+        ((4, 300), (300,), 2),
+    ],
+)
+def test_sums_by_row(
+    dtype: torch.dtype, index: tuple[int, ...], rest: tuple[int, ...], rows: int
+) -> None:
+    spec = table(index, rest, rows, dtype=dtype)
+    check(spec, torch.randint(rows, index), rows, -1)
+    check(spec, torch.full(index, rows - 1), rows, -1)  # all in one
+
+
+@pytest.mark.parametrize("of", [torch.int64, torch.int32])
+def test_negative_indices_count_from_the_end_and_a_row_may_be_left_out(of: torch.dtype) -> None:
+    spec = table((300,), (9,), 11, skip=4, of=of)
+    named = torch.randint(-11, 11, (300,)).to(of)
+    values = torch.randn(300, 9)
+    kernel = patterns.source(spec, patterns.by_rule(spec, 132))
+    made = torch.empty(11, 9)
+    host_kernels.run(kernel, [values, named, made])
+    wanted = torch.zeros(11, 9, dtype=torch.float64)
+    for at, row in enumerate(named.tolist()):
+        if row % 11 != 4:
+            wanted[row % 11] += values[at].double()
+    numerics.check(made, wanted, F32, terms=300)
+
+
+def test_every_schedule_gives_the_same_sums() -> None:
+    for count, width, rows in ((500, 20, 37), (90, 600, 70)):
+        spec, index = table((count,), (width,), rows), torch.randint(rows, (count,))
+        choices = patterns.choices(spec, 132)
+        assert len(choices) > 2 and choices[0] == patterns.by_rule(spec, 132)
+        for choice in choices:
+            assert patterns.choice_of(patterns.schedule_of(choice)) == choice
+            check(spec, index, rows, -1, choice)
+
+
+def test_values_in_another_order_and_indices_apart() -> None:
+    """As the gradient of a bias whose heads come first."""
+    g = cg.Graph("turned")
+    values = g.input("values", (7, 7, 6), F32, stride=(7, 1, 49))
+    index = g.input("index", (7, 7), torch.int64, stride=(14, 2))
+    args = (("tensor", 0), ("tensor", 1), 13, -1)
+    g.output("sums", g.aten([values, index], OVERLOAD, args))
+    named = torch.empty_strided((7, 7), (14, 2), dtype=torch.int64).copy_(torch.randint(13, (7, 7)))
+    check(g.spec(), named, 13, -1)
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    spec = table((6,), (3,), 4)
+    values = torch.randn(6, 3)
+    values[2, 0], values[3, 1] = float("nan"), float("inf")
+    index, made = torch.tensor([0, 1, 2, 2, 3, 1]), torch.empty(4, 3)
+    host_kernels.run(patterns.source(spec, patterns.by_rule(spec, 132)), [values, index, made])
+    wanted = torch.ops.cudnngraph.sum_rows(values, index, 4, -1)
+    assert torch.equal(made.isfinite(), wanted.isfinite()) and bool(
+        made[[0, 1, 3]].isfinite().all()
+    )
+
+
+def test_what_has_no_such_kernel() -> None:
+    with pytest.raises(Refused, match="other dtypes"):
+        row_sums.region_of(table((5,), (2,), 3, dtype=torch.float64))
+    g = cg.Graph("turned")
+    values = g.input("values", (5, 2, 2), F32, stride=(1, 5, 20))
+    args = (("tensor", 0), ("tensor", 1), 3, -1)
+    g.output("sums", g.aten([values, g.input("index", (5,), torch.int64)], OVERLOAD, args))
+    with pytest.raises(Refused, match="does not lie in rows"):
+        row_sums.region_of(g.spec())
+    spec = table((5,), (2,), 3)
+    for bins in (Bins(1, 3, 256), Bins(64, 4, 256), Bins(1, 4, 2048), Bins(1, 4, 40)):
+        with pytest.raises(NotSupported, match="columns by"):
+            patterns.source(spec, patterns.choice_of(bins))
+
+
+class Biased(nn.Module):
+    """Scores with a bias that is read of a table, along its first dim or its last."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.last, self.words = last, nn.Embedding(20, 8, padding_idx=3)
+        self.table = nn.Parameter(torch.randn(2, 11) if last else torch.randn(11, 2))
+        self.places: torch.Tensor
+        self.register_buffer("places", torch.randint(11, (5, 5)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.embedding(x, self.words.weight, 3)
+        bias = self.table[:, self.places] if self.last else self.table[self.places.view(-1)]
+        if not self.last:
+            bias = bias.view(5, 5, 2).permute(2, 0, 1)
+        q = x.view(-1, 5, 2, 4).transpose(1, 2)
+        y: torch.Tensor = (q @ q.transpose(-1, -2) + bias).softmax(-1) @ q
+        return y
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_gradients_of_tables_and_embeddings_are_such_sums(last: bool, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Biased(last).to(dtype), torch.randint(20, (6, 5))
+    x[0, :3] = 3
+    exact = Biased(last).double()
+    exact.load_state_dict(
+        {k: v.double() if v.is_floating_point() else v for k, v in model.state_dict().items()}
+    )
+    by = torch.randn(6, 2, 5, 4)
+    leaves = [model.words.weight, model.table]
+    compiled: Any = torch.compile(model, backend="cudnngraph")
+    found = torch.autograd.grad((compiled(x).float() * by).sum(), leaves)
+    own = torch.autograd.grad((model(x).float() * by).sum(), leaves)
+    wanted = torch.autograd.grad((exact(x) * by).sum(), [exact.words.weight, exact.table])
+    for mine, eager, want in zip(found, own, wanted, strict=True):
+        off, theirs = (numerics.relative_error(each, want) for each in (mine, eager))
+        assert off <= max(2 * theirs, 4 * torch.finfo(dtype).eps)
+    assert not found[0][3].any()
+    backward = [report for report in cg.reports() if not report.refused][-1]
+    nodes = [node for step in backward.steps for node in step.spec.nodes if node.op == "aten"]
+    assert [node.attr("overload") for node in nodes] == [OVERLOAD] * 2
+
+
+def test_an_embedding_that_scales_by_frequency_is_left_to_torch() -> None:
+    torch._dynamo.reset()
+    weight, x = torch.randn(7, 4, requires_grad=True), torch.randint(7, (9,))
+
+    def looked_up(x: torch.Tensor) -> torch.Tensor:
+        return F.embedding(x, weight, scale_grad_by_freq=True).exp()
+
+    compiled: Any = torch.compile(looked_up, backend="cudnngraph")
+    (found,) = torch.autograd.grad(compiled(x).sum(), [weight])
+    (own,) = torch.autograd.grad(looked_up(x).sum(), [weight])
+    numerics.check(found, own.double(), F32)
