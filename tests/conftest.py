@@ -6,6 +6,7 @@ import os
 import random
 import tempfile
 import zlib
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,6 +23,16 @@ os.environ["CUDNNGRAPH_CACHE_DIR"] = _CACHE.name
 # What torch.compile and training=True run is compared with eager torch in float64, in all tiers.
 # Tests that count or time calls opt out: check=False, or settings.override(check=False).
 os.environ.setdefault("CUDNNGRAPH_CHECK", "1")
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Have torch.compile know nothing of earlier tests, nor later ones of this."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

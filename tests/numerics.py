@@ -31,7 +31,7 @@ fall on either side of it:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -219,3 +219,16 @@ def _misfit(out: torch.Tensor, ref64: torch.Tensor) -> str:
         f"; {count} elements are infinite or NaN on one side only, the first at {at}: "
         f"{float(wide[at])} for {float(ref[at])}"
     )
+
+
+def no_farther_than_eager(
+    found: Sequence[torch.Tensor],
+    eager: Sequence[torch.Tensor],
+    exact: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Each result is at most twice as far from float64 as eager's, or within four roundings."""
+    for mine, own, want in zip(found, eager, exact, strict=True):
+        assert (mine.dtype, mine.shape) == (own.dtype, own.shape)
+        off, theirs = (relative_error(each, want) for each in (mine, own))
+        assert off <= max(2 * theirs, 4 * torch.finfo(dtype).eps)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 import cudnngraph as cg
 from tests import numerics
@@ -46,3 +47,13 @@ def alike(
         assert mine.shape == torchs.shape and mine.dtype == torchs.dtype
         numerics.check(mine, exact, dtype, torchs, terms=64)
     return left_to_torch()
+
+
+def gradients(
+    model: nn.Module, run: Function, x: torch.Tensor, by: torch.Tensor
+) -> list[torch.Tensor]:
+    """What ``run`` makes of x by a model, and the gradients of ``(result * by).sum()`` of x and of
+    the parameters that want one."""
+    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
+    y = run(x)
+    return [y, *torch.autograd.grad((y.double() * by).sum(), leaves)]

@@ -7,7 +7,7 @@ with their layers replaced by ours.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -19,6 +19,8 @@ from cudnngraph.nn import replace
 from tests import numerics
 from tests.architectures import ARCHITECTURES, Architecture
 
+pytestmark = pytest.mark.usefixtures("forgotten")
+
 #: A gradient sums what all layers above have rounded: of a small one, most of which cancels, the
 #: error is as large as that of the others. So it may be off by this part of what all gradients
 #: together may.
@@ -27,13 +29,6 @@ SHARE = 0.5
 #: Inputs that torch's own errors are taken of: those of a few channels are a few random numbers,
 #: one draw of which says little of another.
 DRAWS = 4
-
-
-@pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def laid(x: torch.Tensor, last: bool) -> torch.Tensor:

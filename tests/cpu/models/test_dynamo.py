@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,15 +20,10 @@ from cudnngraph.models.convert import convert
 from tests import numerics
 from tests.models import turned
 
+pytestmark = pytest.mark.usefixtures("forgotten")
+
 EXACT = 1e-5
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(function: Any, **options: Any) -> Callable[..., Any]:

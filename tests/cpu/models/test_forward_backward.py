@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -16,17 +16,13 @@ from torch import nn
 from cudnngraph.models import dynamo, forward_backward
 from cudnngraph.models.convert import convert
 from tests import numerics
+from tests.training import gradients
+
+pytestmark = pytest.mark.usefixtures("forgotten")
 
 Tensor = torch.Tensor
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 _partitioners: Any = import_module("torch._functorch.partitioners")
-
-
-@pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -73,13 +69,7 @@ class Normed(nn.Module):
         return y
 
 
-def gradients(model: nn.Module, run: Any, x: Tensor, by: Tensor) -> list[Tensor]:
-    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
-    y = run(x)
-    return [y, *torch.autograd.grad((y.double() * by).sum(), leaves)]
-
-
-def compared(model: nn.Module, x: Tensor, eps: float) -> None:
+def compared(model: nn.Module, x: Tensor, dtype: torch.dtype) -> None:
     """Gradients and buffers through torch.compile are as near to float64 as eager's."""
     exact, theirs = copy.deepcopy(model).double(), copy.deepcopy(model)
     ours: Any = torch.compile(model, backend="cudnngraph")
@@ -95,10 +85,7 @@ def compared(model: nn.Module, x: Tensor, eps: float) -> None:
         [*made, *each.buffers()]
         for made, each in ((found, model), (eager, theirs), (wanted, exact))
     )
-    for mine, own, want in zip(found, eager, wanted, strict=True):
-        assert (mine.dtype, mine.shape) == (own.dtype, own.shape)
-        off, by_eager = (numerics.relative_error(each, want) for each in (mine, own))
-        assert off <= max(2 * by_eager, 4 * eps)
+    numerics.no_farther_than_eager(found, eager, wanted, dtype)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -110,7 +97,7 @@ def test_what_a_batch_norm_gives_is_computed_again(
     torch.manual_seed(0)
     model = Normed(4, ACTIVATIONS[kind]).to(dtype)
     model.norms.float()  # as autocast leaves them
-    compared(model, torch.randn(4, 3, 6, 5).to(dtype), torch.finfo(dtype).eps)
+    compared(model, torch.randn(4, 3, 6, 5).to(dtype), dtype)
     forward = graphs[0].spec
     assert {node.op for node in forward.nodes} >= {"batch_norm_train"}
     sizes = [math.prod(forward.tensors[name].shape) for name in forward.outputs]
@@ -122,7 +109,7 @@ def test_what_a_batch_norm_gives_is_computed_again(
 def test_of_any_rank(rank: int, affine: bool) -> None:
     torch.manual_seed(0)
     model = Normed(rank, F.silu, affine)
-    compared(model, torch.randn(4, 3, *(6, 5, 4)[: rank - 2]), torch.finfo(F32).eps)
+    compared(model, torch.randn(4, 3, *(6, 5, 4)[: rank - 2]), F32)
 
 
 def test_by_channels_and_with_sizes_that_change() -> None:
@@ -130,7 +117,7 @@ def test_by_channels_and_with_sizes_that_change() -> None:
     model = Normed(4, F.silu).to(memory_format=torch.channels_last)
     for size in (6, 7, 9):
         x = torch.randn(2, 3, size, 5).contiguous(memory_format=torch.channels_last)
-        compared(model, x, torch.finfo(F32).eps)
+        compared(model, x, F32)
 
 
 class Read(nn.Module):
@@ -148,7 +135,7 @@ class Read(nn.Module):
 def test_what_a_convolution_reads_is_kept(graphs: list[Any]) -> None:
     """Its gradient needs that in memory. GELU in front of the norm is computed again."""
     torch.manual_seed(0)
-    compared(Read(), torch.randn(4, 8, 6, 5), torch.finfo(F32).eps)
+    compared(Read(), torch.randn(4, 8, 6, 5), F32)
     forward, backward = (made.spec for made in graphs[:2])
     kept = [n for n in forward.outputs if forward.tensors[n].shape == (4, 8, 6, 5)]
     assert len(kept) == 1
@@ -162,7 +149,7 @@ def test_a_norm_in_evaluation_is_as_torch_traces_it() -> None:
     model = Normed(4, F.silu)
     for norm in model.norms:
         norm.eval()
-    compared(model, torch.randn(4, 3, 6, 5), torch.finfo(F32).eps)
+    compared(model, torch.randn(4, 3, 6, 5), F32)
 
 
 def test_a_norm_of_float32_in_front_of_16_bits_keeps_16_bits(graphs: list[Any]) -> None:

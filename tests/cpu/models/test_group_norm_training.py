@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,16 +15,12 @@ from cudnngraph.errors import CannotImport
 from cudnngraph.models import dynamo, group_norms
 from cudnngraph.models.convert import convert
 from tests import numerics
+from tests.training import gradients
+
+pytestmark = pytest.mark.usefixtures("forgotten")
 
 Tensor = torch.Tensor
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Normed(nn.Module):
@@ -42,12 +37,6 @@ class Normed(nn.Module):
         y = F.silu(self.norm(self.first(x)))
         normed: Tensor = self.last(y + self.second(y))
         return normed
-
-
-def gradients(model: nn.Module, run: Any, x: Tensor, by: Tensor) -> list[Tensor]:
-    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
-    y = run(x)
-    return [y, *torch.autograd.grad((y.double() * by).sum(), leaves)]
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
@@ -68,10 +57,7 @@ def test_group_norms_train(dtype: torch.dtype, rank: int, last: bool, affine: bo
     eager = gradients(model, model, x, by)
     wanted = gradients(exact, exact, x.detach().double().requires_grad_(), by)
     assert found[0].stride() == eager[0].stride()
-    for mine, theirs, want in zip(found, eager, wanted, strict=True):
-        assert mine.dtype == theirs.dtype
-        off, by_eager = (numerics.relative_error(each, want) for each in (mine, theirs))
-        assert off <= max(2 * by_eager, 4 * torch.finfo(dtype).eps)
+    numerics.no_farther_than_eager(found, eager, wanted, dtype)
     reports = [each for each in cg.reports() if not each.refused]
     assert len(reports) == 2 and not any(each.opaque for each in reports)
 
@@ -142,9 +128,7 @@ def test_what_a_norm_gives_is_computed_again_and_not_saved(monkeypatch: pytest.M
     found = gradients(model, ours, x.requires_grad_(), by)
     eager = gradients(model, model, x, by)
     wanted = gradients(exact, exact, x.detach().double().requires_grad_(), by)
-    for mine, theirs, want in zip(found, eager, wanted, strict=True):
-        off, by_eager = (numerics.relative_error(each, want) for each in (mine, theirs))
-        assert off <= max(2 * by_eager, 4 * torch.finfo(BF16).eps)
+    numerics.no_farther_than_eager(found, eager, wanted, BF16)
     forward = made[0].spec
     images = [name for name in forward.outputs if forward.tensors[name].shape == (2, 8, 6, 5)]
     assert len(images) == 3 and all(forward.tensors[name].dtype == BF16 for name in images)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,16 +15,11 @@ from cudnngraph.models import dynamo, saved
 from cudnngraph.models.convert import convert
 from tests import numerics
 
+pytestmark = pytest.mark.usefixtures("forgotten")
+
 Tensor = torch.Tensor
 F32 = torch.float32
 _aten: Any = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Branches(nn.Module):

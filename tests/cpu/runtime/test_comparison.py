@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,15 +24,10 @@ from cudnngraph.runtime import comparison, custom_ops
 from cudnngraph.runtime.executable import Executable
 from tests import numerics
 
+pytestmark = pytest.mark.usefixtures("forgotten")
+
 F64 = torch.float64
 LOGGER = "cudnngraph"
-
-
-@pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture
