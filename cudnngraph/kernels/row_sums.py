@@ -9,10 +9,8 @@ the sums have the same bits each time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
@@ -20,6 +18,7 @@ from ..ir.spec import GraphSpec, Node, TensorSpec, is_contiguous
 from ..ops.aten import decode
 from ..ops.row_sums import OVERLOAD
 from ..partition.analysis import compute_nodes
+from .index import Var, counter, digits, place
 from .source import NAME, Source, function, pointers, text_of
 from .tape import Refused
 
@@ -50,10 +49,7 @@ class Bins:
 
 @dataclass(frozen=True)
 class _Sum:
-    """Such a sum: ``count`` rows of ``width`` numbers for a table of ``rows``, but for ``skip``.
-
-    The numbers of two indices lie ``apart``, those of one ``beside`` each other.
-    """
+    """Such a sum: ``count`` rows of ``width`` numbers for a table of ``rows``, but for ``skip``."""
 
     values: TensorSpec
     index: TensorSpec
@@ -62,9 +58,6 @@ class _Sum:
     width: int
     rows: int
     skip: int
-    apart: int
-    beside: int
-    index_apart: int
 
 
 def sum_of(nodes: tuple[Node, ...]) -> Node | None:
@@ -79,47 +72,22 @@ def has_sum(spec: GraphSpec) -> bool:
     return sum_of(compute_nodes(spec.nodes)) is not None
 
 
-def _arguments(node: Node, tensors: Mapping[str, TensorSpec]) -> tuple[Any, Any, int, int]:
-    given = [tensors[name] for name in node.operands]
-    values, index, rows, skip = (
-        decode(each, given, torch.device("cpu")) for each in node.attr("args")
-    )
-    return values, index, rows, skip
-
-
 def region_of(spec: GraphSpec) -> _Sum:
     """The sum of a region. Raises :class:`Refused`."""
     node = sum_of(compute_nodes(spec.nodes))
     if node is None:
         raise Refused("no sum by row alone")
-    values, index, rows, skip = _arguments(node, spec.tensors)
+    given, cpu = [spec.tensors[name] for name in node.operands], torch.device("cpu")
+    values, index, rows, skip = (decode(each, given, cpu) for each in node.attr("args"))
     table = spec.tensors[node.results[0]]
     if values.dtype not in _VALUES or index.dtype not in _INDICES or table.dtype != values.dtype:
         raise Refused("a sum by row of other dtypes")
     if any(each.extent >= _MOST_ELEMENTS or not each.numel for each in (values, index, table)):
         raise Refused("a sum by row of no element, or of more than an index of 32 bits counts")
-    rank = len(index.shape)
-    apart = _step(values.shape[:rank], values.stride[:rank])
-    beside = _step(values.shape[rank:], values.stride[rank:])
-    index_apart = _step(index.shape, index.stride)
     if not is_contiguous(table.shape, table.stride):
         raise Refused("a sum by row that does not lie in rows")
-    count, width = index.numel, prod(values.shape[rank:])
-    return _Sum(values, index, table, count, width, rows, skip, apart, beside, index_apart)
-
-
-def _step(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How far elements of dims lie from each other, in order. Raises :class:`Refused`."""
-    step, behind = 1, 0
-    for extent, each in reversed([*zip(shape, stride, strict=True)]):
-        if extent == 1:
-            continue
-        if not behind:
-            step = each
-        elif each != behind:
-            raise Refused("a sum by row of what does not lie in rows")
-        behind = each * extent
-    return step
+    width = prod(values.shape[len(index.shape) :])
+    return _Sum(values, index, table, index.numel, width, rows, skip)
 
 
 def schedules(spec: GraphSpec, processors: int) -> list[Bins]:
@@ -153,11 +121,6 @@ def _cycles(given: _Sum, bins: Bins, processors: int) -> float:
     )
 
 
-def _times(name: str, step: int) -> str:
-    """C++ for a number of steps."""
-    return name if step == 1 else f"{name} * {step}u"
-
-
 def write(spec: GraphSpec, bins: Bins) -> Source:
     """The kernel. Raises :class:`Refused`."""
     given = region_of(spec)
@@ -170,7 +133,12 @@ def write(spec: GraphSpec, bins: Bins) -> Source:
     values, index, table = (f"p{at[each.name]}" for each in used)
     groups, across = threads // columns, -(-given.width // columns)
     tile = threads * WORD
-    where = f"{_times('n', given.apart)} + {_times('column', given.beside)}"
+    n, column = Var("n", given.count), Var("column", given.width)
+    of_index = digits(counter(n), given.index.shape)
+    of_column = digits(counter(column), given.values.shape[len(of_index) :])
+    code = {n: n.name, column: column.name}
+    asked = place(of_index, given.index.stride).code(code)
+    added = place((*of_index, *of_column), given.values.stride).code(code)
     skipped = f" && r != {given.skip}" if given.skip >= 0 else ""
     lines = [
         *pointers(tensors, len(spec.inputs)),
@@ -186,8 +154,9 @@ def write(spec: GraphSpec, bins: Bins) -> Source:
         f"  const u32 from = base + me * {WORD}u;",
         "  #pragma unroll 8",
         f"  for (u32 j = 0; j < {WORD}u; ++j) {{",
-        f"    if (from + j >= {given.count}u) break;",
-        f"    const i64 r = row_of({index}[{_times('(from + j)', given.index_apart)}]);",
+        "    const u32 n = from + j;",
+        f"    if (n >= {given.count}u) break;",
+        f"    const i64 r = row_of({index}[{asked}]);",
         f"    if (r >= first && r < first + {rows} && r < {given.rows}{skipped}) word |= 1u << j;",
         "  }",
         "  __syncthreads();",
@@ -206,8 +175,8 @@ def write(spec: GraphSpec, bins: Bins) -> Source:
         "        row[t] = -1;",
         "        if ((named >> (j + t) & 1u) == 0u) continue;",
         f"        const u32 n = base + w * {WORD}u + j + t;",
-        f"        row[t] = (int)(row_of({index}[{_times('n', given.index_apart)}]) - first);",
-        f"        number[t] = get({values}[{where}]);",
+        f"        row[t] = (int)(row_of({index}[{asked}]) - first);",
+        f"        number[t] = get({values}[{added}]);",
         "      }",
         "      #pragma unroll",
         f"      for (u32 t = 0; t < {TOGETHER}u; ++t)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,8 +41,8 @@ def table(
 def check(spec: GraphSpec, index: torch.Tensor, rows: int, skip: int, choice: Any = None) -> None:
     """A kernel's sums against float64, whichever thread comes first, in memory that was not
     cleared."""
-    values = spec.tensors[spec.inputs[0]].empty("cpu")
-    values.copy_(torch.randn(values.shape))
+    form = spec.tensors[spec.inputs[0]]
+    values = torch.randn(form.extent).to(form.dtype).as_strided(form.shape, form.stride)
     exact = torch.ops.cudnngraph.sum_rows(values.double(), index, rows, skip)
     source = patterns.source(spec, choice or patterns.by_rule(spec, 132))
     made = [spec.tensors[spec.outputs[0]].empty("cpu").fill_(float("nan")) for _ in range(2)]
@@ -97,15 +98,31 @@ def test_every_schedule_gives_the_same_sums() -> None:
             check(spec, index, rows, -1, choice)
 
 
-def test_values_in_another_order_and_indices_apart() -> None:
-    """As the gradient of a bias whose heads come first."""
+LAYOUTS = {
+    "heads first": ((7, 1, 49), (14, 2)),
+    "a gradient that is the same for a row of indices": ((6, 0, 1), (7, 1)),
+    "a gradient that is the same for all rows of indices": ((0, 6, 1), (7, 1)),
+    "one number for each index": ((7, 1, 0), (7, 1)),
+    "one number": ((0, 0, 0), (7, 1)),
+    "indices of a column, repeated": ((42, 6, 1), (1, 0)),
+    "indices of a row, repeated": ((42, 6, 1), (0, 1)),
+    "turned indices": ((6, 42, 1), (1, 7)),
+    "with gaps": ((100, 14, 2), (30, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_values_and_indices_lie_in_any_way(kind: str) -> None:
+    """As gradients of sums, which are broadcast, and of biases whose heads come first."""
+    stride, of_index = LAYOUTS[kind]
     g = cg.Graph("turned")
-    values = g.input("values", (7, 7, 6), F32, stride=(7, 1, 49))
-    index = g.input("index", (7, 7), torch.int64, stride=(14, 2))
+    values = g.input("values", (7, 7, 6), F32, stride=stride)
+    index = g.input("index", (7, 7), torch.int64, stride=of_index)
     args = (("tensor", 0), ("tensor", 1), 13, -1)
     g.output("sums", g.aten([values, index], OVERLOAD, args))
-    named = torch.empty_strided((7, 7), (14, 2), dtype=torch.int64).copy_(torch.randint(13, (7, 7)))
-    check(g.spec(), named, 13, -1)
+    spec = g.spec()
+    extent = spec.tensors[spec.inputs[1]].extent
+    check(spec, torch.randint(13, (extent,)).as_strided((7, 7), of_index), 13, -1)
 
 
 def test_what_is_not_finite_stays_in_its_row() -> None:
@@ -123,13 +140,11 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
 def test_what_has_no_such_kernel() -> None:
     with pytest.raises(Refused, match="other dtypes"):
         row_sums.region_of(table((5,), (2,), 3, dtype=torch.float64))
-    g = cg.Graph("turned")
-    values = g.input("values", (5, 2, 2), F32, stride=(1, 5, 20))
-    args = (("tensor", 0), ("tensor", 1), 3, -1)
-    g.output("sums", g.aten([values, g.input("index", (5,), torch.int64)], OVERLOAD, args))
-    with pytest.raises(Refused, match="does not lie in rows"):
-        row_sums.region_of(g.spec())
     spec = table((5,), (2,), 3)
+    (name,) = spec.outputs
+    turned = {**spec.tensors, name: replace(spec.tensors[name], stride=(1, 3))}
+    with pytest.raises(Refused, match="does not lie in rows"):
+        row_sums.region_of(replace(spec, tensors=turned))
     for bins in (Bins(1, 3, 256), Bins(64, 4, 256), Bins(1, 4, 2048), Bins(1, 4, 40)):
         with pytest.raises(NotSupported, match="columns by"):
             patterns.source(spec, patterns.choice_of(bins))
@@ -172,9 +187,7 @@ def test_gradients_of_tables_and_embeddings_are_such_sums(last: bool, dtype: tor
     found = torch.autograd.grad((compiled(x).float() * by).sum(), leaves)
     own = torch.autograd.grad((model(x).float() * by).sum(), leaves)
     wanted = torch.autograd.grad((exact(x) * by).sum(), [exact.words.weight, exact.table])
-    for mine, eager, want in zip(found, own, wanted, strict=True):
-        off, theirs = (numerics.relative_error(each, want) for each in (mine, eager))
-        assert off <= max(2 * theirs, 4 * torch.finfo(dtype).eps)
+    numerics.no_farther_than_eager(found, own, wanted, dtype)
     assert not found[0][3].any()
     backward = [report for report in cg.reports() if not report.refused][-1]
     nodes = [node for step in backward.steps for node in step.spec.nodes if node.op == "aten"]
