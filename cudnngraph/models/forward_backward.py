@@ -53,7 +53,7 @@ _POINTWISE = (
     "mish_backward",
     "softplus_backward",
 )
-_VIEWS = ("detach", "transpose", "unsqueeze", "squeeze")
+_VIEWS = ("detach", "transpose")
 _NORMS = (
     "_fused_rms_norm",
     "_fused_rms_norm_backward",

@@ -185,6 +185,8 @@ def within_peak(
 ) -> dict[int, int]:
     """Those of ``until`` with which a run that lets go of what was read, as :class:`Turns` has it,
     takes at no time more memory than the most that it takes with none of them."""
+    if not until:
+        return {}
     known = aliases([step.made() for step in steps], {*inputs, *outputs})
     inside = {each.form.name: str(each.root) for each in known.order}
     lives = _lives(_read(steps, {*inputs, *outputs}, {}, inputs), inside)
