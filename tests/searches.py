@@ -16,6 +16,7 @@ from cudnngraph.backend.plan import Choice
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec, is_channels_last
 from cudnngraph.partition.analysis import CutGraph, compute_nodes
+from cudnngraph.rewrite.known_functions import name_functions
 from cudnngraph.select import alternatives
 from cudnngraph.select.config import FINAL_ROUNDS
 from cudnngraph.select.cost import Floor, no_floor
@@ -249,6 +250,7 @@ def right_us(bench: Bench, spec: GraphSpec) -> float:
 
 def totals(bench: Bench, spec: GraphSpec) -> list[float]:
     """The time of every way to run the graph, its steps by the best that was measured of each."""
+    spec = name_functions(spec)
     masked = rewritten(spec)
     variants = [each for each in masked if each is not spec or len(masked) == 1] or [spec]
     if masked[-1] is not spec and not any("sdpa" in node.op for node in spec.nodes):

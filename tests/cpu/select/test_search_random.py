@@ -67,11 +67,14 @@ IN_PLACE_OF_A_WRONG_ONE: dict[str, Any] = {
     "extra": [3, 34],
     "seed": 503474,
 }
+# A function that is written out, which is cut by its name alone.
+WRITTEN_OUT: dict[str, Any] = {"steps": [("sigmoid", 0, 0), ("mul", 0, 1)], "extra": [], "seed": 0}
 
 
 @settings(max_examples=120, deadline=None)
 @given(**RANDOM)
 @example(**IN_PLACE_OF_A_WRONG_ONE)
+@example(**WRITTEN_OUT)
 def test_no_way_to_run_a_random_graph_is_faster_than_the_one_taken(
     steps: list[tuple[str, int, int]], extra: list[int], seed: int
 ) -> None:
