@@ -37,7 +37,7 @@ from .bound import MAX_SHAPES, Direct
 from .convert import convert
 from .draws import Draw, take_out
 from .garbage import new_collected
-from .replay import Replayed
+from .replay import Replayed, ReplayedBackward, Steps
 from .report import Report
 from .retrace import fits, is_known, lazily, lazy_places, retraced, strides_of_images
 
@@ -128,15 +128,17 @@ def backend(
         saved.without_running(traced)
         saved.without_states(traced)
         again.find_again(traced)
+        steps = None
         if forwards:
             forward = forwards.pop()
+            steps = forward.steps if isinstance(forward, _Compiled) else None
             saved.compute_again(traced, forward.traced)
             forward.leave_out(saved.unread(traced))
             if isinstance(forward, _Compiled) and is_known(traced) and not cut.is_needed(traced):
                 forward.let_lie_as_made(saved.in_any_order(traced))
         saved.allow_again()
         title = f"backward {number}"
-        return built(traced, (), _gradient_names(names), title, gradients=True)
+        return built(traced, (), _gradient_names(names), title, gradients=True, steps=steps)
 
     make: Any = aot_autograd
     compiled: Callable[..., Callable[..., Any]] = make(
@@ -256,6 +258,7 @@ class _Compiled:
         title: str,
         *,
         gradients: bool = False,
+        steps: Steps | None = None,
     ) -> None:
         self._boxed_call = True  # as AOTAutograd asks, of the instance
         self._written = written.take_out(traced)
@@ -271,6 +274,7 @@ class _Compiled:
         self._last = bool(options.get("channels_last", False))
         self._policy = options.get("policy")
         self._replays = options.get("mode") == "reduce-overhead"
+        self.steps = Steps() if steps is None else steps
         self._max_shapes = int(options.get("max_shapes", MAX_SHAPES))
         self._forms: dict[Hashable, Any] = {}
         self._weights: tuple[Any, ...] = ()
@@ -465,9 +469,10 @@ class _Compiled:
                 executable = compile(imported.spec, device, policy=self._policy)
             places = [tensors.index(names[at]) for at in self._written]
             bound = Direct(imported, executable, places, self._effects)
-            run = (
-                Replayed(bound, device, self._returned(traced)).run if self._replays else bound.run
-            )
+            run = bound.run
+            if self._replays:
+                kind = ReplayedBackward if self._gradients else Replayed
+                run = kind(bound, device, self._returned(traced), self.steps).run
             return _Made(bound, run, device, draws, traced, frozenset(forms), as_traced)
         except (CannotImport, GraphError) as error:
             _log.warning("a graph of torch.compile runs by torch: %s", error)

@@ -80,25 +80,46 @@ class BoundCall:
             launch(handle)
 
 
+class GraphMemory:
+    """Memory that CUDA graphs have in common, for those that are captured and replayed in turn.
+
+    What one has let go of by its end, the next may write. It lives as long as the graphs do.
+    """
+
+    def __init__(self) -> None:
+        make: Any = torch.cuda.Stream
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        self.stream: Any = make()  # what is freed is given again on the stream that asked for it
+        self.calls: list[CapturedCall] = []
+
+
 class CapturedCall:
     """``call`` recorded in a CUDA graph: ``captured()`` replays it on the current stream.
 
-    It is called once before it is recorded, unless it has been: ``warm=False``.
+    It is called once before it is recorded, unless it has been: ``warm=False``. It has memory of
+    its own, or ``memory``, which keeps it.
 
     ``graph`` is the ``torch.cuda.CUDAGraph``, None on a CPU, where a replay is a call. What the
     graph points into lives as long as this.
     """
 
     def __init__(
-        self, call: Callable[[], object], device: torch.device, *, warm: bool = True
+        self,
+        call: Callable[[], object],
+        device: torch.device,
+        *,
+        warm: bool = True,
+        memory: GraphMemory | None = None,
     ) -> None:
         self.graph: Any = None
         self._call, self._held, self._warm = call, dict[int, Any](), warm
         if device.type == "cuda":
             with torch.cuda.device(device):
-                self._record()
+                self._record(GraphMemory() if memory is None else memory)
+            if memory is not None:
+                memory.calls.append(self)
 
-    def _record(self) -> None:
+    def _record(self, memory: GraphMemory) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 "a CUDA graph is being captured, and another would have to be captured in it; call "
@@ -107,14 +128,14 @@ class CapturedCall:
         if self._warm:
             self._call()  # plans are built and handles made before the capture
         torch.cuda.current_stream().synchronize()
-        make: Any = torch.cuda.Stream
-        graph, stream = torch.cuda.CUDAGraph(), make()
+        graph = torch.cuda.CUDAGraph()
+        where = {"pool": memory.pool, "stream": memory.stream}
         _reset_cublas_workspaces()
         PROCESS.recording.held = self._held
         collects = gc.isenabled()
         gc.disable()  # a CUDA graph that is garbage would take this one with it
         try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, **where, capture_error_mode="thread_local"):
                 self._call()
         except BaseException:
             _reset_generator()

@@ -1,0 +1,124 @@
+"""The backend's ``mode="reduce-overhead"`` without a GPU: by a stand-in for CUDA graphs.
+
+A replay of the stand-in computes what was recorded from what lies in the recorded inputs, writes
+the recorded results, and then writes over what a graph in the same memory may write over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cudnngraph.models import replay
+from cudnngraph.models.bound import Direct
+from tests.replays import LOOPS, Step, check_loop, replays
+
+__all__ = ["replays"]
+
+_run = Direct.run
+_weak: Any = StorageWeakRef
+NOTHING = {True: torch.nan, False: 0}
+
+
+def shown(tensor: torch.Tensor, memory: Memory | None = None) -> torch.Tensor:
+    """A tensor that shows the memory of one, and does not own it; it keeps ``memory``."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    size = (last + 1) * tensor.element_size()
+    buffer = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    buffer.memory = memory  # type: ignore[attr-defined]
+    whole = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype).set_(whole, 0, tensor.shape, tensor.stride())
+
+
+class Memory:
+    """The memory of graphs: it outlives all tensors that show it."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[torch.Tensor, Any]] = []  # and whether its owner is alive
+
+    def make(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a result lies, and its owner."""
+        made = tensor.clone(memory_format=torch.preserve_format)
+        made.fill_(NOTHING[made.is_floating_point()])  # nothing is computed while recording
+        owner = shown(made, self)
+        self.made.append((made, _weak(owner.untyped_storage())))
+        return shown(made), owner
+
+    def free(self) -> list[torch.Tensor]:
+        return [made for made, owner in self.made if owner.expired()]
+
+
+class Recorded:
+    """In place of a CUDA graph."""
+
+    current: Recorded | None = None
+
+    def __init__(
+        self, call: Callable[[], object], device: Any, *, warm: bool, memory: Memory
+    ) -> None:
+        assert not warm
+        self.memory = memory
+        Recorded.current = self
+        call()
+        Recorded.current = None
+
+    def record(self, direct: Direct, tensors: list[Any]) -> list[Any]:
+        self.direct = direct
+        self.inputs = [shown(each) for each in tensors]
+        held = {each.data_ptr() for each in tensors}
+        written = [(tensors[at], tensors[at].clone()) for at in direct.written]
+        made = _run(direct, tensors)
+        for each, before in written:
+            each.copy_(before)
+        self.over = self.memory.free()  # what it may write over, when it has read it
+        self.made = {}
+        for at, each in enumerate(made):
+            if not isinstance(each, torch.Tensor) or each.data_ptr() in held or not each.numel():
+                continue
+            if 0 not in each.stride():  # of what nothing reads, which is made once
+                self.made[at], made[at] = self.memory.make(each)
+        return made
+
+    def __call__(self) -> None:
+        made = _run(self.direct, list(self.inputs))
+        for at, each in self.made.items():
+            each.copy_(made[at])
+        for each in self.over:
+            each.fill_(NOTHING[each.is_floating_point()])
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def run(self: Direct, tensors: list[Any]) -> list[Any]:
+        now = Recorded.current
+        return _run(self, tensors) if now is None else now.record(self, tensors)
+
+    init = replay.Replayed.__init__
+
+    def made(self: replay.Replayed, bound: Direct, device: Any, *args: Any) -> None:
+        init(self, bound, SimpleNamespace(type="cuda"), *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(replay, "CapturedCall", Recorded)
+    monkeypatch.setattr(replay, "GraphMemory", Memory)
+    monkeypatch.setattr(replay, "_showing", shown)
+    monkeypatch.setattr(replay.Replayed, "__init__", made)
+    monkeypatch.setattr(Direct, "run", run)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    torch._dynamo.reset()
+    gc.collect()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("step", LOOPS)
+def test_steps_are_eagers(step: Step, replays: list[tuple[str, str]]) -> None:
+    check_loop(step, replays, "cpu")
