@@ -494,5 +494,5 @@ def _results(traced: torch.fx.GraphModule) -> Sequence[Any]:
 
 def _form_of(arg: Any) -> Hashable:
     if isinstance(arg, torch.Tensor):
-        return tuple(arg.shape), tuple(arg.stride()), arg.dtype, arg.device
+        return arg.shape, arg.stride(), arg.dtype, arg.device
     return arg  # type: ignore[no-any-return]

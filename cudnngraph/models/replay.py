@@ -90,9 +90,10 @@ class _Lent:
 class _Lending:
     """The memory of a forward's CUDA graph, and what is lent of it."""
 
-    def __init__(self, memory: GraphMemory, saved: _Lent) -> None:
+    def __init__(self, memory: GraphMemory, saved: _Lent, *, alone: bool) -> None:
         self.memory = memory
         self.saved = saved
+        self.alone = alone  # nothing of it is for the backward
         self.gradients: _Lent | None = None  # of its backward, where they lie there too
 
 
@@ -173,7 +174,9 @@ class Replayed:
             return self._as_it_is(tensors)
         assert self._lent is not None
         steps.wanted, steps.fresh = False, True
-        steps.latest = self._lending = _Lending(memory, self._lent)
+        lent = {at for at, each in enumerate(self._made) if each is _LENT}
+        alone = lent <= self._copied
+        steps.latest = self._lending = _Lending(memory, self._lent, alone=alone)
         return made
 
     def _as_it_is(self, tensors: list[torch.Tensor]) -> list[Any]:
@@ -286,7 +289,7 @@ class ReplayedBackward(Replayed):
         lies = (tensors[at].data_ptr() == place for at, (_, place) in self._tied.items())
         if self._captured is None or self._lending is None or self._lent is None or not all(lies):
             tied = {} if latest is None else latest.saved.among(tensors)
-            if latest is not None and tied and steps.fresh:
+            if latest is not None and (latest.alone or (tied and steps.fresh)):
                 steps.fresh = False
                 return self._run_behind(latest, tied, tensors)
             steps.wanted = steps.wanted or bool(tied) or self._captured is None
@@ -295,6 +298,8 @@ class ReplayedBackward(Replayed):
             return self._as_it_is(tensors)
         self._note(tensors, self._tied)
         if not self._moves <= self._own.keys():
+            if self._lending.alone:
+                return self._run_behind(self._lending, {}, tensors)
             steps.wanted = True
             return self._as_it_is(tensors)
         others = [None if at in self._tied else each for at, each in enumerate(tensors)]
@@ -317,7 +322,7 @@ class ReplayedBackward(Replayed):
         if not self._moves.isdisjoint(self.bound.written):
             return self._as_it_is(tensors)
         self._tied = {at: (number, tensors[at].data_ptr()) for at, number in tied.items()}
-        apart = self._steps.apart
+        apart = self._steps.apart or lending.alone
         made = self._capture(tensors, GraphMemory() if apart else lending.memory)
         if made is None:
             return self._as_it_is(tensors)

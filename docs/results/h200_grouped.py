@@ -4,12 +4,16 @@ results page.
     python docs/results/h200_grouped.py --out docs/results/h200-grouped.md
 
 3x3 with bias and ReLU, float16, channels_last. The weight of a dense convolution holds zeros beside
-those of its groups, once and for all. Microseconds of a call in CUDA graphs, in turns.
+those of its groups, once and for all. Microseconds of a call in CUDA graphs, in turns. ``--train``
+measures steps in place of that: forward and backward of a convolution, in bfloat16, whose dense
+weight is made anew in each.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,15 +21,20 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from h200_masks import measured_rows, page
+from torch import nn
 
 import cudnngraph as cg
-from cudnngraph.bench.measure import times_us
+from cudnngraph.bench.measure import captured, times_us
+from cudnngraph.device import rules
+from cudnngraph.models import dynamo
+from cudnngraph.models.rules.conv_forms import dense_weight
 from cudnngraph.settings import override
 
 F16 = torch.float16
 LAST = torch.channels_last
 MOST_WIDTH = 640  # channels of a dense convolution
 Case = tuple[str, int, int, int, int, int]  # model, images, channels, side, groups, stride
+MORE: dict[str, int] = {"ResNeSt-50": 2}  # results for each channel
 CASES: tuple[Case, ...] = (
     ("ResNeXt-50", 32, 128, 56, 32, 1),
     ("ResNeXt-50", 32, 256, 28, 32, 1),
@@ -41,6 +50,11 @@ CASES: tuple[Case, ...] = (
     ("RegNetY-16GF", 32, 448, 28, 4, 1),
     ("NFNet-F0", 32, 256, 24, 2, 1),
     ("NFNet-F0", 32, 768, 12, 6, 1),
+    ("ResNeSt-50", 32, 64, 56, 2, 1),
+    ("ResNeSt-50", 32, 128, 56, 2, 1),
+    ("ResNeSt-50", 32, 128, 28, 2, 1),
+    ("ResNeSt-50", 32, 256, 14, 2, 1),
+    ("ResNeSt-50", 32, 512, 7, 2, 1),
 )
 
 
@@ -52,14 +66,11 @@ def widths(channels: int, groups: int) -> list[int]:
     return fit[:2] + fit[-2:] if len(fit) > 4 else fit
 
 
-def dense(weight: torch.Tensor, width: int) -> torch.Tensor:
+def dense(weight: torch.Tensor, width: int, channels: int) -> torch.Tensor:
     """(K, C / groups, R, S) -> (K, width, R, S), zeros beside each group."""
-    count, each = weight.shape[:2]
-    wide = weight.new_zeros(count, width, *weight.shape[2:])
-    for channel in range(count):
-        first = channel // each * each % width
-        wide[channel, first : first + each] = weight[channel]
-    return wide.to(memory_format=LAST)
+    groups = channels // weight.shape[1]
+    whole = dense_weight(weight, groups, groups * width // channels)
+    return whole.to(memory_format=LAST)
 
 
 def graph(tensors: dict[str, torch.Tensor], stride: int, width: int | None) -> cg.Graph:
@@ -73,10 +84,62 @@ def graph(tensors: dict[str, torch.Tensor], stride: int, width: int | None) -> c
         return g
     parts = []
     for first in range(0, channels, width):
-        taken = [g.slice(each, dim, first, first + width) for each, dim in ((x, 1), (w, 0), (b, 0))]
+        rows = slice(*(at * w.shape[0] // channels for at in (first, first + width)))
+        taken = [
+            g.slice(x, 1, first, first + width),
+            *(g.slice(each, 0, rows.start, rows.stop) for each in (w, b)),
+        ]
         parts.append(g.relu(g.bias(g.conv(taken[0], taken[1], stride=stride, padding=1), taken[2])))
     g.output("y", parts[0] if len(parts) == 1 else g.concat(parts, 1))
     return g
+
+
+def name_of(case: Case) -> str:
+    """A case as the table has it."""
+    model, n, c, side, groups, stride = case
+    results = f" → {c * MORE[model]}" if model in MORE else ""
+    return f"{model} {n} x {c}{results} x {side}² / {stride}, {groups} groups"
+
+
+def step_row(case: Case) -> list[str]:
+    """One line of the table of steps."""
+    model, n, c, side, groups, stride = case
+    torch.manual_seed(0)
+    k = c * MORE.get(model, 1)
+    x = torch.randn(n, c, side, side, device="cuda", dtype=torch.bfloat16).to(memory_format=LAST)
+    conv = nn.Conv2d(c, k, 3, stride, 1, groups=groups, bias=False, device="cuda")
+    conv = conv.to(torch.bfloat16).to(memory_format=LAST)
+    by = torch.randn_like(conv(x))
+    leaves = [x.requires_grad_(), conv.weight]
+    wide = copy.deepcopy(conv).double()
+    wide_x = x.detach().double().requires_grad_()
+    exact = torch.autograd.grad(wide(wide_x), [wide_x, wide.weight], by.double())
+    calls, errors = [], []
+    torch.backends.cudnn.benchmark = True
+    for limit in (None, 0, 512, 1536):
+        torch._dynamo.reset()
+        run: Callable[..., torch.Tensor] = conv
+        if limit is not None:
+            run = torch.compile(conv, backend=dynamo.backend)
+
+        def call(run: Callable[..., torch.Tensor] = run) -> object:
+            return torch.autograd.grad(run(x), leaves, by)
+
+        rule = {} if limit is None else {"grouped_as_dense_max_channels": limit}
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            override(cache_dir=Path(folder)),
+            rules.changed(**rule),
+        ):
+            cg.cache_clear()
+            call()
+            calls.append(captured(call))
+        found = calls[-1]()
+        pairs = zip(found, exact, strict=True)
+        errors.append(max(float((a - b).norm() / b.norm()) for a, b in pairs))
+    eager, *ours = times_us(calls, "gpu", torch.device("cuda", 0))
+    cells = [f"{us:.1f}" for us in (*ours, eager)]
+    return [name_of(case), *cells, f"{max(errors[1:]):.1e}", f"{errors[0]:.1e}"]
 
 
 def row(case: Case) -> list[str]:
@@ -84,16 +147,17 @@ def row(case: Case) -> list[str]:
     model, n, c, side, groups, stride = case
     torch.manual_seed(0)
     x = torch.randn(n, c, side, side, device="cuda").to(F16).to(memory_format=LAST)
-    w = torch.randn(c, c // groups, 3, 3, device="cuda").to(F16).to(memory_format=LAST)
+    k = c * MORE.get(model, 1)
+    w = torch.randn(k, c // groups, 3, 3, device="cuda").to(F16).to(memory_format=LAST)
     w /= math.sqrt(9 * c // groups)
-    b = torch.randn(c, device="cuda").to(F16)
+    b = torch.randn(k, device="cuda").to(F16)
     exact = F.conv2d(x.double(), w.double(), b.double(), stride, 1, 1, groups).relu()
     labels, calls, errors = [], [], []
     ways: list[tuple[str, int | None, str]] = [("heuristic", None, "heuristic")]
     ways += [("autotuned", None, "autotune")]
     ways += [(f"dense, {width}", width, "heuristic") for width in widths(c, groups)]
     for label, width, tune in ways:
-        tensors = {"x": x, "w": w if width is None else dense(w, width), "b": b}
+        tensors = {"x": x, "w": w if width is None else dense(w, width, c), "b": b}
         y = torch.empty_like(exact, dtype=F16, memory_format=LAST)
         cg.cache_clear()
         try:
@@ -119,7 +183,7 @@ def row(case: Case) -> list[str]:
     cells = [f"{label} {next(each):.1f}" if ":" not in label else label for label in labels]
     flops = 2 * exact.numel() * 9 * c // groups
     return [
-        f"{model} {n} x {c} x {side}² / {stride}, {groups} groups",
+        name_of(case),
         *(cells[:2]),
         "; ".join(cells[2:]),
         f"{theirs:.1f}",
@@ -130,6 +194,18 @@ def row(case: Case) -> list[str]:
 
 def main() -> None:
     """See the module's docstring."""
+    if "--train" in sys.argv:
+        sys.argv.remove("--train")
+        text = (
+            "Microseconds of the forward and the backward of a convolution, bfloat16, "
+            "channels_last, in a CUDA graph, plans by heuristics: as it is, and as dense ones of "
+            "at most so many channels, whose weights are made anew. The errors are those of the "
+            "worse gradient, relative to float64."
+        )
+        head = ("convolution", "as it is", "dense, 512", "dense, 1536", "eager", "error", "eager's")
+        title = "Steps of grouped convolutions, and of dense ones in their place"
+        page("grouped-steps", title, text, head, measured_rows(CASES, step_row))
+        return
     head = ("convolution", "as it is", "as it is", "dense, channels of each", "eager")
     text = (
         "Microseconds of a call, float16, channels_last, 3x3 with bias and ReLU. A dense "

@@ -34,9 +34,8 @@ def test_dropout_draws_new_numbers_for_every_replay(replays: list[tuple[str, str
         model.zero_grad(set_to_none=True)
         y = run(x)
         y.sum().backward()
-        weight = model[0].bias.grad
-        assert weight is not None
-        torch.testing.assert_close(weight, 2.0 * (y != 0).sum(0).float())
+        assert model[0].bias.grad is not None
+        torch.testing.assert_close(model[0].bias.grad, 2.0 * (y != 0).sum(0).float())
         seen.append((y != 0).clone())
     assert replays[-1] == ("backward", "replay")
     assert all(not torch.equal(a, b) for a, b in itertools.pairwise(seen))
@@ -76,9 +75,9 @@ def test_gradients_outlive_the_graphs_that_made_them(replays: list[tuple[str, st
 def test_a_backward_takes_the_memory_of_what_it_has_read(replays: list[tuple[str, str]]) -> None:
     """It reads what was saved where its forward has left it, with no copy, and writes there."""
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()) for _ in range(8)]
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)]
     model = nn.Sequential(*layers).cuda()
-    x = torch.randn(64, 64, 56, 56, device="cuda")
+    x = torch.randn(1 << 16, 512, device="cuda")
 
     def steps(run: Callable[..., torch.Tensor]) -> None:
         for _ in range(5):
@@ -90,10 +89,8 @@ def test_a_backward_takes_the_memory_of_what_it_has_read(replays: list[tuple[str
     steps(model)
     eager = torch.cuda.max_memory_allocated() - before
     model.zero_grad(set_to_none=True)
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
     steps(compiled(model))
     assert replays[-2:] == [("forward", "replay"), ("backward", "replay")]
-    gc.collect()
-    torch.cuda.empty_cache()  # but for what CUDA graphs have
-    assert torch.cuda.memory_reserved() - before < 1.2 * eager
+    segments = torch.cuda.memory_snapshot()
+    of_graphs = [each["total_size"] for each in segments if each["segment_pool_id"] != (0, 0)]
+    assert 0.5 * eager < sum(of_graphs) < 1.2 * eager

@@ -14,7 +14,7 @@ from ...ir.spec import channels_last_strides
 from ..frames import Pairs, frame_of
 from .affine import following_affine, following_norm
 from .base import Arguments, Rule, Skip, spread
-from .conv_forms import by_channels, by_other_ops, laid_out
+from .conv_forms import by_channels, by_dense_values, by_other_ops, laid_out
 from .norm import Norm
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
     if fixed and not transposed:
         x = laid_out(c, x, weight)
         y = by_other_ops(c, x, weight, bias, options)
+    elif not transposed and not isinstance(weight, torch.Tensor):
+        y = by_dense_values(c, x, c.value(weight), options)
+        y = None if y is None else _biased(c, y, bias)
     if y is None:
         if isinstance(weight, torch.Tensor):
             if packed := c.packed(x):
@@ -70,16 +73,19 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
         y = (c.g.conv_transpose if transposed else c.g.conv)(x, held, **options)
         if fixed and not transposed and by_channels(c, x, weight) and y.spec is not None:
             set_stride(y, channels_last_strides(y.shape))
-        if isinstance(bias, torch.Tensor):
-            y = c.biased_value(y, bias)
-        elif bias is not None:
-            y = c.g.bias(y, c.value(bias))
+        y = _biased(c, y, bias)
     if y.spec is not None:
         if before is not None:
             c.folded[before[0]] = c.node
         if norm is not None:
             c.folded |= dict.fromkeys(norm[0], c.node)
     return y
+
+
+def _biased(c: Importer, y: Value, bias: Any) -> Value:
+    if isinstance(bias, torch.Tensor):
+        return c.biased_value(y, bias)
+    return y if bias is None else c.g.bias(y, c.value(bias))
 
 
 def _around(frame: Pairs, padding: Sequence[int]) -> Pairs:

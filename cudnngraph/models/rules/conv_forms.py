@@ -1,15 +1,16 @@
-"""Convolutions by constant weights that run faster as other ops."""
+"""Convolutions that run faster as other ops: by constant weights, and those of groups by any."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...device.rules import rules
 from ...graph.value import Value, set_stride
-from ...ir.spec import channels_last_strides, is_channels_last, is_contiguous
+from ...ir.spec import channels_last_strides, dense_strides, is_channels_last, is_contiguous
 from ...ops.base import LOW_PRECISION
 from .shape import between
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ..convert import Importer
 
 Options = dict[str, Any]
+LAST_RANKS = (4, 5)  # of images
 
 
 def by_other_ops(
@@ -181,31 +183,159 @@ def _dense(
     if together is None:
         return None
     whole = dense_weight(weight, groups, together)
+
+    def weight_of(rows: slice, of_x: Value) -> Value:
+        return c.image_weight(whole[rows], of_x)
+
+    def biased(y: Value, rows: slice) -> Value:
+        return y if bias is None else c.biased_value(y, bias[rows])
+
+    parts = _parts(groups, together, many, results)
+    return _by_parts(c, x, weight_of, parts, options, biased)
+
+
+def by_dense_values(c: Importer, x: Value, weight: Value, options: Options) -> Value | None:
+    """The convolution of x by a weight that changes, of groups of channels, as dense ones; None
+    where it is best as it is."""
+    together = _together(c, x, weight, options["groups"])
+    if together is None:
+        return None
+    whole = dense_value(c, weight, options["groups"], together, x)
+    many, results = weight.shape[1], weight.shape[0] // options["groups"]
+
+    def weight_of(rows: slice, of_x: Value) -> Value:
+        return _sliced(c, whole, 0, rows)
+
+    parts = _parts(options["groups"], together, many, results)
+    return _by_parts(c, x, weight_of, parts, options, lambda y, rows: y)
+
+
+def gradients_by_dense_values(
+    c: Importer,
+    dy: Value,
+    x: Value,
+    weight: Value,
+    extra: Sequence[int],
+    options: Options,
+    wanted: tuple[bool, bool],
+) -> tuple[Value | None, Value | None] | None:
+    """The gradients of x and of the weight, where they are ``wanted``, of a convolution that
+    :func:`by_dense_values` takes; ``extra`` is the padding of the first one's result."""
+    together = _together(c, x, weight, options["groups"])
+    if together is None:
+        return None
+    groups = options["groups"]
+    whole = dense_value(c, weight, groups, together, x) if wanted[0] else None
+    many, results = weight.shape[1], weight.shape[0] // groups
     options = {**options, "groups": 1}
-    parts = []
-    for first in range(0, groups, together):
-        last = first + together
-        of_x = x if together == groups else c.g.slice(x, 1, first * many, last * many)
-        place = slice(first * results, last * results)
-        y = c.g.conv(of_x, c.image_weight(whole[place], of_x), **options)
-        parts.append(y if bias is None else c.biased_value(y, bias[place]))
-    return parts[0] if len(parts) == 1 else c.g.concat(parts, 1)
+    images, weights = [], []
+    for columns, rows in _parts(groups, together, many, results):
+        of_dy = _sliced(c, dy, 1, rows)
+        if whole is not None:
+            of_weight = _sliced(c, whole, 0, rows)
+            images.append(c.g.conv_transpose(of_dy, of_weight, output_padding=extra, **options))
+        if wanted[1]:
+            of_x, window = _sliced(c, x, 1, columns), weight.shape[2:]
+            made = c.g.conv_wgrad(of_dy, of_x, kernel=window, **options)
+            weights.append(_of_groups(c, made, together))
+    return _joined(c, images, 1), _joined(c, weights, 0)
+
+
+def _together(c: Importer, x: Value, weight: Value, groups: int) -> int | None:
+    """See :func:`groups_together`, for a weight that changes."""
+    if not (c.on_gpu and c.kernels) or x.dtype not in LOW_PRECISION or x.spec is None:
+        return None
+    if weight.dtype != x.dtype or weight.spec is None or len(x.shape) not in LAST_RANKS:
+        return None
+    window = math.prod(weight.shape[2:])
+    return groups_together(groups, weight.shape[1], weight.shape[0] // groups, window)
+
+
+def _parts(groups: int, together: int, many: int, results: int) -> list[tuple[slice, slice]]:
+    """The channels and the results of each dense convolution."""
+    return [
+        (
+            slice(first * many, (first + together) * many),
+            slice(first * results, (first + together) * results),
+        )
+        for first in range(0, groups, together)
+    ]
+
+
+def _by_parts(
+    c: Importer,
+    x: Value,
+    weight_of: Callable[[slice, Value], Value],
+    parts: Sequence[tuple[slice, slice]],
+    options: Options,
+    behind: Callable[[Value, slice], Value],
+) -> Value | None:
+    """Dense convolutions of parts of the channels, their results side by side."""
+    options = {**options, "groups": 1}
+    made = []
+    for columns, rows in parts:
+        of_x = _sliced(c, x, 1, columns)
+        made.append(behind(c.g.conv(of_x, weight_of(rows, of_x), **options), rows))
+    return _joined(c, made, 1)
+
+
+def _joined(c: Importer, parts: list[Value], dim: int) -> Value | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return c.g.concat(parts, dim)
+
+
+def _sliced(c: Importer, x: Value, dim: int, of: slice) -> Value:
+    """Such elements of a dim, or all of it."""
+    return x if of.stop - of.start == x.shape[dim] else c.g.slice(x, dim, of.start, of.stop)
 
 
 def groups_together(groups: int, many: int, results: int, window: int) -> int | None:
     """How many groups of ``many`` channels and so many results one dense convolution has; None
     where cuDNN's engines for groups are faster.
 
-    They are where both numbers are powers of two and the window has several elements; other groups
-    run one after the other.
+    They are where both numbers are the same power of two and the window has several elements; other
+    groups run one after the other, or are copied.
     """
     limit = rules().grouped_as_dense_max_channels
     if max(many, results) == 1 or many == 1 or not limit:
         return None
-    if window > 1 and all(number & (number - 1) == 0 for number in (many, results)):
+    if window > 1 and many == results and many & (many - 1) == 0:
         return None
     fitting = [n for n in range(2, groups + 1) if groups % n == 0 and n * many <= limit]
     return max(fitting, default=None)
+
+
+def dense_value(c: Importer, weight: Value, groups: int, together: int, x: Value) -> Value:
+    """:func:`dense_weight` of a weight that changes, laid out as x is."""
+    results, many, *window = weight.shape
+    parts = (groups // together,) if together < groups else ()
+    split = (*parts, together, results // groups)
+    whole = c.g.where(
+        _own_group(c, together, len(parts), len(window)),
+        c.g.reshape(weight, (*split, 1, many, *window)),
+        0.0,
+    )
+    if x.spec is not None and not is_contiguous(x.shape, x.spec.stride):
+        rows = len(split)
+        order = (*range(rows), *range(rows + 2, len(whole.shape)), rows, rows + 1)
+        set_stride(whole, dense_strides(whole.shape, order))
+    return c.g.reshape(whole, (results, together * many, *window))
+
+
+def _of_groups(c: Importer, whole: Value, together: int) -> Value:
+    """Of the gradient of a dense weight that of each group by the channels of its own."""
+    results, channels, *window = whole.shape
+    many = channels // together
+    apart = c.g.reshape(whole, (together, results // together, together, many, *window))
+    own = c.g.where(_own_group(c, together, 0, len(window)), apart, 0.0)
+    return c.g.reshape(c.g.reduction(own, 2), (results, many, *window))
+
+
+def _own_group(c: Importer, together: int, ahead: int, behind: int) -> Value:
+    """Where (..., together, rows, together, columns, ...) is of the same group."""
+    own = torch.eye(together, dtype=torch.bool, device=c.device)
+    return c.constant(own.reshape(*(1,) * ahead, together, 1, together, 1, *(1,) * behind))
 
 
 def dense_weight(weight: torch.Tensor, groups: int, together: int) -> torch.Tensor:

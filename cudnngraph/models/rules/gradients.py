@@ -10,6 +10,7 @@ import torch
 from ...graph.value import Value
 from ...ops.base import FLOATS
 from .base import Arguments, Rule, Skip, spread
+from .conv_forms import gradients_by_dense_values
 from .norm import norm_weight, takes_group_norm
 
 if TYPE_CHECKING:
@@ -98,6 +99,10 @@ def _convolution_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
         )
     )
     extra = tuple(n - m for n, m in zip(x.shape[2:], reached, strict=True))
+    wanted = (bool(of_x), bool(of_weight))
+    dense = gradients_by_dense_values(c, dy, x, weight, extra, geometry, wanted)
+    if dense is not None:
+        return (*dense, of_biases)
     return (
         c.g.conv_transpose(dy, weight, output_padding=extra, **geometry) if of_x else None,
         c.g.conv_wgrad(dy, x, kernel=kernel, **geometry) if of_weight else None,

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cudnngraph.models import replay
 from cudnngraph.models.bound import Direct
-from tests.replays import LOOPS, Step, check_loop, replays
+from tests.replays import LOOPS, Step, check_loop, compiled, replays
 
 __all__ = ["replays"]
 
@@ -122,3 +123,21 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("step", LOOPS)
 def test_steps_are_eagers(step: Step, replays: list[tuple[str, str]]) -> None:
     check_loop(step, replays, "cpu")
+
+
+def test_a_backward_that_reads_nothing_of_its_forwards_is_replayed(
+    replays: list[tuple[str, str]],
+) -> None:
+    """Its inputs are the forward's own, and what comes of the loss."""
+    model = nn.Linear(8, 6)
+    run = compiled(model)
+    held = []  # so that no two lie at one place
+    for number in range(8):
+        model.zero_grad(set_to_none=True)
+        x = torch.randn(4, 8)
+        held += [x, by := torch.randn(4, 6)]
+        run(x).backward(by)
+        assert model.weight.grad is not None
+        torch.testing.assert_close(model.weight.grad, by.T @ x)
+        if number > 4:
+            assert replays[-2:] == [("forward", "replay"), ("backward", "replay")]
