@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -23,6 +23,7 @@ DEFAULT_CAPABILITY = 90
 SM_COUNT = 132  # of an H200, for plans that are made without a GPU
 BY_HAND = ""  # in place of a page: measured by hand; no page has the numbers
 #: Who asks a threshold that a search measures: import, rewrites, cuts, cuDNN's or torch's steps.
+T = TypeVar("T")
 Stage = Literal["import", "graph", "cut", "cudnn", "torch", ""]
 NO, ANY = 0, 1 << 62  # values of a threshold that no size, and that every size, is under
 
@@ -168,6 +169,15 @@ class DeviceRules:
         "how many a dense convolution may have that takes the place of several groups, where cuDNN "
         "has no engine for groups of that width; 0 for none",
         page="h200-grouped.md",
+        alternative="the groups as they are",
+        stage="import",
+        others=(0,),
+    )
+    narrow_groups_width: int = _measured(
+        16,
+        "channels",
+        "how wide groups are made in training that are under half as wide; 0 for as they are",
+        page="h200-grouped-steps.md",
         alternative="the groups as they are",
         stage="import",
         others=(0,),
@@ -554,13 +564,17 @@ _asked: ContextVar[set[str] | None] = ContextVar("asked", default=None)
 
 
 @contextlib.contextmanager
-def planning_for(capability: int) -> Iterator[None]:
-    """Have :func:`rules` return those of a described GPU, of compute capability 90 for 9.0."""
-    token = _planned_for.set(capability)
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _planned_for.reset(token)
+        variable.reset(token)
+
+
+def planning_for(capability: int) -> contextlib.AbstractContextManager[None]:
+    """Have :func:`rules` return those of a described GPU, of compute capability 90 for 9.0."""
+    return _set(_planned_for, capability)
 
 
 @contextlib.contextmanager
@@ -579,25 +593,17 @@ def changed(**values: Any) -> Iterator[None]:
         TABLE.update(before)
 
 
-@contextlib.contextmanager
-def following(values: Values) -> Iterator[None]:
+def following(values: Values) -> contextlib.AbstractContextManager[None]:
     """Have :func:`rules` return other values for some thresholds, in this thread."""
-    token = _followed.set((*_followed.get(), *values))
-    try:
-        yield
-    finally:
-        _followed.reset(token)
+    return _set(_followed, (*_followed.get(), *values))
 
 
 @contextlib.contextmanager
 def noting() -> Iterator[set[str]]:
     """Collect the names of the thresholds that are asked for meanwhile, in this thread."""
     asked: set[str] = set()
-    token = _asked.set(asked)
-    try:
+    with _set(_asked, asked):
         yield asked
-    finally:
-        _asked.reset(token)
 
 
 class _Noting:
@@ -618,9 +624,7 @@ def rules() -> DeviceRules:
 
 
 def _now() -> DeviceRules:
-    capability = _planned_for.get()
-    if capability is None:
-        capability = _current_capability()
+    capability = _planned_for.get() or _current_capability()
     found, values = TABLE.get(capability, TABLE[DEFAULT_CAPABILITY]), _followed.get()
     return _with(found, values) if values else found
 
@@ -644,12 +648,9 @@ def told(values: Values) -> str:
     """Values in place of the rules', for people."""
     by_name = {each.name: each.metadata for each in fields(DeviceRules)}
     return ", ".join(
-        f"{name}={_short(value)} ({by_name[name]['decides']})" for name, value in values
+        f"{name}={'any' if value == ANY else value} ({by_name[name]['decides']})"
+        for name, value in values
     )
-
-
-def _short(value: Any) -> str:
-    return "any" if value == ANY else str(value)
 
 
 def known(data: Any, stages: tuple[Stage, ...]) -> Values:
@@ -688,9 +689,7 @@ def _has_device() -> bool:
 
 
 def _current_capability() -> int:
-    if not _has_device():
-        return DEFAULT_CAPABILITY
-    return _properties(torch.cuda.current_device())[0]
+    return _properties(torch.cuda.current_device())[0] if _has_device() else DEFAULT_CAPABILITY
 
 
 @lru_cache

@@ -11,9 +11,9 @@ weight is made anew in each.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import math
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +117,7 @@ def step_row(case: Case) -> list[str]:
     calls, errors = [], []
     torch.backends.cudnn.benchmark = True
     for limit in (None, 0, 512, 1536):
+        narrow = 0 if limit == 0 else rules.rules().narrow_groups_width
         torch._dynamo.reset()
         run: Callable[..., torch.Tensor] = conv
         if limit is not None:
@@ -125,7 +126,8 @@ def step_row(case: Case) -> list[str]:
         def call(run: Callable[..., torch.Tensor] = run) -> object:
             return torch.autograd.grad(run(x), leaves, by)
 
-        rule = {} if limit is None else {"grouped_as_dense_max_channels": limit}
+        limits = {"grouped_as_dense_max_channels": limit, "narrow_groups_width": narrow}
+        rule = {} if limit is None else limits
         with (
             tempfile.TemporaryDirectory() as folder,
             override(cache_dir=Path(folder)),
@@ -194,17 +196,25 @@ def row(case: Case) -> list[str]:
 
 def main() -> None:
     """See the module's docstring."""
-    if "--train" in sys.argv:
-        sys.argv.remove("--train")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="cases of models whose name has this text")
+    parser.add_argument("--train", action="store_true")
+    args = parser.parse_args()
+    cases = [case for case in CASES if args.only in case[0]]
+    where = [] if args.out is None else ["--out", str(args.out)]
+    if args.train:
         text = (
             "Microseconds of the forward and the backward of a convolution, bfloat16, "
             "channels_last, in a CUDA graph, plans by heuristics: as it is, and as dense ones of "
-            "at most so many channels, whose weights are made anew. The errors are those of the "
+            "at most so many channels, or of wider groups, whose weights are made anew. The errors "
+            "are those of the "
             "worse gradient, relative to float64."
         )
         head = ("convolution", "as it is", "dense, 512", "dense, 1536", "eager", "error", "eager's")
         title = "Steps of grouped convolutions, and of dense ones in their place"
-        page("grouped-steps", title, text, head, measured_rows(CASES, step_row))
+        rows, command = measured_rows(cases, step_row), "h200_grouped.py --train"
+        page("grouped-steps", title, text, head, rows, where, command)
         return
     head = ("convolution", "as it is", "as it is", "dense, channels of each", "eager")
     text = (
@@ -217,7 +227,8 @@ def main() -> None:
         "Grouped convolutions, and dense ones in their place",
         text,
         (*head, "GFLOP of the groups", "error"),
-        measured_rows(CASES, row),
+        measured_rows(cases, row),
+        where,
     )
 
 

@@ -147,9 +147,10 @@ def page(
     head: Sequence[str],
     rows: Iterable[Sequence[str]],
     arguments: Sequence[str] | None = None,
+    command: str = "",
 ) -> None:
-    """Print the rows of a table as they come, and write the page of the script h200_NAME.py to
-    ``--out``."""
+    """Print the rows of a table as they come, and write the page of the script h200_NAME.py, or of
+    ``command``, to ``--out``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
@@ -160,7 +161,7 @@ def page(
         f"{torch.backends.cudnn.version()}; {datetime.date.today()}.",
         "",
         "```",
-        f"python docs/results/h200_{name}.py --out docs/results/h200-{name}.md",
+        f"python docs/results/{command or f'h200_{name}.py'} --out docs/results/h200-{name}.md",
         "```",
         "",
         text,

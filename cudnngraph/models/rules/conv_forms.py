@@ -195,18 +195,21 @@ def _dense(
 
 
 def by_dense_values(c: Importer, x: Value, weight: Value, options: Options) -> Value | None:
-    """The convolution of x by a weight that changes, of groups of channels, as dense ones; None
-    where it is best as it is."""
-    together = _together(c, x, weight, options["groups"])
-    if together is None:
+    """The convolution of x by a weight that changes, of groups of channels, as dense ones or of
+    wider groups; None where it is best as it is."""
+    groups = options["groups"]
+    form = _form(c, x, weight, groups)
+    if form is None:
         return None
-    whole = dense_value(c, weight, options["groups"], together, x)
-    many, results = weight.shape[1], weight.shape[0] // options["groups"]
+    together, apart = form
+    whole = dense_value(c, weight, groups, together, x)
+    if not apart:
+        return c.g.conv(x, whole, **{**options, "groups": groups // together})
 
     def weight_of(rows: slice, of_x: Value) -> Value:
         return _sliced(c, whole, 0, rows)
 
-    parts = _parts(options["groups"], together, many, results)
+    parts = _parts(groups, together, weight.shape[1], weight.shape[0] // groups)
     return _by_parts(c, x, weight_of, parts, options, lambda y, rows: y)
 
 
@@ -221,34 +224,42 @@ def gradients_by_dense_values(
 ) -> tuple[Value | None, Value | None] | None:
     """The gradients of x and of the weight, where they are ``wanted``, of a convolution that
     :func:`by_dense_values` takes; ``extra`` is the padding of the first one's result."""
-    together = _together(c, x, weight, options["groups"])
-    if together is None:
+    groups, window = options["groups"], weight.shape[2:]
+    form = _form(c, x, weight, groups)
+    if form is None:
         return None
-    groups = options["groups"]
+    together, apart = form
     whole = dense_value(c, weight, groups, together, x) if wanted[0] else None
-    many, results = weight.shape[1], weight.shape[0] // groups
-    options = {**options, "groups": 1}
+    results = weight.shape[0] // groups
+    every = slice(0, x.shape[1]), slice(0, weight.shape[0])
+    parts = _parts(groups, together, weight.shape[1], results) if apart else [every]
+    options = {**options, "groups": 1 if apart else groups // together}
     images, weights = [], []
-    for columns, rows in _parts(groups, together, many, results):
+    for columns, rows in parts:
         of_dy = _sliced(c, dy, 1, rows)
         if whole is not None:
             of_weight = _sliced(c, whole, 0, rows)
             images.append(c.g.conv_transpose(of_dy, of_weight, output_padding=extra, **options))
         if wanted[1]:
-            of_x, window = _sliced(c, x, 1, columns), weight.shape[2:]
+            of_x = _sliced(c, x, 1, columns)
             made = c.g.conv_wgrad(of_dy, of_x, kernel=window, **options)
-            weights.append(_of_groups(c, made, together))
+            weights.append(_of_groups(c, made, together, results))
     return _joined(c, images, 1), _joined(c, weights, 0)
 
 
-def _together(c: Importer, x: Value, weight: Value, groups: int) -> int | None:
-    """See :func:`groups_together`, for a weight that changes."""
+def _form(c: Importer, x: Value, weight: Value, groups: int) -> tuple[int, bool] | None:
+    """How many groups of a weight that changes are put together, and whether the convolutions of
+    these run one by one; see :func:`groups_together`, :func:`narrow_together`."""
     if not (c.on_gpu and c.kernels) or x.dtype not in LOW_PRECISION or x.spec is None:
         return None
     if weight.dtype != x.dtype or weight.spec is None or len(x.shape) not in LAST_RANKS:
         return None
-    window = math.prod(weight.shape[2:])
-    return groups_together(groups, weight.shape[1], weight.shape[0] // groups, window)
+    width = weight.shape[1], weight.shape[0] // groups
+    together = groups_together(groups, *width, math.prod(weight.shape[2:]))
+    if together is not None:
+        return together, True
+    together = narrow_together(groups, *width)
+    return None if together is None else (together, False)
 
 
 def _parts(groups: int, together: int, many: int, results: int) -> list[tuple[slice, slice]]:
@@ -306,6 +317,14 @@ def groups_together(groups: int, many: int, results: int, window: int) -> int | 
     return max(fitting, default=None)
 
 
+def narrow_together(groups: int, many: int, results: int) -> int | None:
+    """How many narrow groups are one, for a convolution that trains; None for as they are."""
+    together = rules().narrow_groups_width // many
+    if many == 1 or many != results or together <= 2 or groups % together:
+        return None
+    return together
+
+
 def dense_value(c: Importer, weight: Value, groups: int, together: int, x: Value) -> Value:
     """:func:`dense_weight` of a weight that changes, laid out as x is."""
     results, many, *window = weight.shape
@@ -323,13 +342,14 @@ def dense_value(c: Importer, weight: Value, groups: int, together: int, x: Value
     return c.g.reshape(whole, (results, together * many, *window))
 
 
-def _of_groups(c: Importer, whole: Value, together: int) -> Value:
+def _of_groups(c: Importer, whole: Value, together: int, results: int) -> Value:
     """Of the gradient of a dense weight that of each group by the channels of its own."""
-    results, channels, *window = whole.shape
-    many = channels // together
-    apart = c.g.reshape(whole, (together, results // together, together, many, *window))
-    own = c.g.where(_own_group(c, together, 0, len(window)), apart, 0.0)
-    return c.g.reshape(c.g.reduction(own, 2), (results, many, *window))
+    rows, channels, *window = whole.shape
+    many, parts = channels // together, rows // (together * results)
+    split = (parts, together, results) if parts > 1 else (together, results)
+    apart = c.g.reshape(whole, (*split, together, many, *window))
+    own = c.g.where(_own_group(c, together, len(split) - 2, len(window)), apart, 0.0)
+    return c.g.reshape(c.g.reduction(own, len(split)), (rows, many, *window))
 
 
 def _own_group(c: Importer, together: int, ahead: int, behind: int) -> Value:

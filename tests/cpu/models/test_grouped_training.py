@@ -73,11 +73,11 @@ def _lie(tensors: list[Tensor]) -> list[list[int]]:
     return [[stride for size, stride in each if size > 1] for each in pairs]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(40))
 def test_grouped_convolutions_of_any_kind_train(seed: int, convolutions: list[Node]) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    rank, groups = draw.choice((2, 2, 3)), draw.choice((2, 3, 4, 6))
+    rank, groups = draw.choice((2, 2, 3)), draw.choice((2, 3, 4, 6, 8))
     many, results = draw.choice((2, 3, 4, 5, 8)), draw.choice((2, 3, 4, 6, 8))
     window = draw.choice((1, 3, (3, 2, 1)[:rank]))
     options: dict[str, Any] = {"stride": draw.choice((1, 2)), "padding": draw.choice((0, 1))}
@@ -92,11 +92,17 @@ def test_grouped_convolutions_of_any_kind_train(seed: int, convolutions: list[No
     if draw.random() < 0.2:
         model.grouped.requires_grad_(False)
     limit = draw.choice((0, 2 * many, groups * many, 512))
-    with rules.changed(grouped_as_dense_max_channels=limit):
+    wide = draw.choice((0, 8, 16))
+    with rules.changed(grouped_as_dense_max_channels=limit, narrow_groups_width=wide):
         trains(model.to(dtype), x.to(dtype), dtype)
     alone = limit == 0 or (many == results and many & (many - 1) == 0 and window != 1)
-    mine = [node.attr("groups") for node in convolutions if node.attr("groups") != 1]
-    assert bool(mine) == (alone or not any(n * many <= limit for n in _divisors(groups)))
+    kinds = {node.attr("groups") for node in convolutions} - {1}
+    if alone or not any(n * many <= limit for n in _divisors(groups)):
+        narrow = many == results and wide > 2 * many and groups % (wide // many) == 0
+        together = wide // many if narrow else 1
+        assert kinds == {groups // together} - {1}
+    else:
+        assert not kinds
 
 
 def _divisors(number: int) -> list[int]:
