@@ -177,7 +177,7 @@ class DeviceRules:
         16,
         "channels",
         "how wide groups are made in training that are under half as wide; 0 for as they are",
-        page="h200-grouped-steps.md",
+        page="h200-group-widths.md",
         alternative="the groups as they are",
         stage="import",
         others=(0,),
