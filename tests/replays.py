@@ -17,7 +17,7 @@ from cudnngraph.models.replay import Replayed, ReplayedBackward
 Step = Callable[[nn.Module, Callable[..., torch.Tensor], int], None]
 
 
-def compiled(model: nn.Module) -> Callable[..., torch.Tensor]:
+def compiled(model: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def backend(module: Any, given: Any) -> Any:
         return dynamo.backend(module, given, mode="reduce-overhead")
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..errors import CaptureError
 from ..runtime.bound import CapturedCall, GraphMemory
 from .bound import Direct
 
@@ -45,6 +46,8 @@ class _Address:
 
 def _showing(tensor: torch.Tensor, memory: GraphMemory) -> torch.Tensor:
     """A tensor that shows the memory of one, and does not own it."""
+    if not tensor.is_cuda:
+        raise CaptureError(f"a result of a graph on a GPU is on {tensor.device}")
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)
     size_bytes = (last + 1) * tensor.element_size()
@@ -130,6 +133,7 @@ class Replayed:
         self._calls = self._captures = 0
         self._places: list[int] = []  # where the inputs lay, at the call before
         self._moves: set[int] = set()  # inputs that do not always lie there
+        self._tied: dict[int, tuple[int, int]] = {}  # what the forward lent: number and address
         self._captured: CapturedCall | None = None
         self._own: dict[int, torch.Tensor] = {}  # by place, of the inputs that move
         self._made: list[Any] = []  # results; _LENT where they are
@@ -199,7 +203,8 @@ class Replayed:
         return bool(moved)
 
     def _capture(self, tensors: list[torch.Tensor], memory: GraphMemory) -> list[Any] | None:
-        """Capture the graph, and replay it; None where it has been captured too often."""
+        """Capture the graph, and replay it. None where that has failed or was done too often: then
+        ``tensors`` are there still, None for those that the forward has lent."""
         self._captured, self._own, self._made, self._lent = None, {}, [], None
         self._captures += 1
         if self._captures > MOST_CAPTURES:
@@ -211,7 +216,22 @@ class Replayed:
             if at in self._moves
         }
         given = [self._own.get(at, each) for at, each in enumerate(tensors)]
+        others = [None if at in self._tied else each for at, each in enumerate(tensors)]
         moved, shown = self._parted(tensors)
+        try:
+            lent = self._record(given, shown, memory)
+        except RuntimeError as error:
+            why = str(error).strip().partition("\n")[0]
+            _log.warning("a graph is not captured, and runs as it is: %s", why)
+            self._captured, self._lent, self._captures = None, None, MOST_CAPTURES + 1
+            tensors.extend(others)  # type: ignore[arg-type]
+            return None
+        return self._replay(moved, shown, lent)
+
+    def _record(
+        self, given: list[torch.Tensor], shown: Collection[int], memory: GraphMemory
+    ) -> list[torch.Tensor]:
+        """Capture the graph on tensors, which are let go; the results that are lent."""
         bound, results = self.bound, list[Any]()
 
         def call() -> None:
@@ -228,7 +248,7 @@ class Replayed:
             else:
                 self._made.append(None if at in shown else each)
         self._lent = _Lent(lent, memory)
-        return self._replay(moved, shown, lent)
+        return lent
 
     def _parted(self, tensors: list[torch.Tensor]) -> tuple[dict[int, Any], dict[int, Any]]:
         """The inputs that move, by place, and the results that are inputs or show one; all others
@@ -275,12 +295,6 @@ class Replayed:
 class ReplayedBackward(Replayed):
     """A backward, which is captured and replayed behind its forward's capture and replays alone."""
 
-    def __init__(
-        self, bound: Direct, device: torch.device, copied: Collection[int], steps: Steps
-    ) -> None:
-        super().__init__(bound, device, copied, steps)
-        self._tied: dict[int, tuple[int, int]] = {}  # what the forward lent: number and address
-
     def _begin(self) -> None:
         pass
 
@@ -325,7 +339,9 @@ class ReplayedBackward(Replayed):
         apart = self._steps.apart or lending.alone
         made = self._capture(tensors, GraphMemory() if apart else lending.memory)
         if made is None:
-            return self._as_it_is(tensors)
+            lent = lending.saved.lend()
+            filled = [lent[tied[at]] if at in tied else each for at, each in enumerate(tensors)]
+            return self._as_it_is(filled)
         self._lending, self._steps.wanted, self._steps.gradients = lending, False, []
         if not apart:
             lending.gradients = self._lent

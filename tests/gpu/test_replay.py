@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -50,6 +51,23 @@ def test_results_of_inference_are_the_users_own(replays: list[tuple[str, str]]) 
         for x, y in zip(given, made, strict=True):
             torch.testing.assert_close(y, model(x), rtol=2e-3, atol=2e-3)
     assert replays[-1] == ("forward", "replay")
+
+
+def test_what_reads_on_the_host_runs_as_it_is(
+    replays: list[tuple[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    @torch.library.custom_op("cudnngraph_tests::by_its_largest", mutates_args=())
+    def by_its_largest(x: torch.Tensor) -> torch.Tensor:
+        return x / float(x.abs().max())
+
+    by_its_largest.register_fake(torch.empty_like)
+    run = compiled(lambda x: torch.relu(by_its_largest(x)) + 1)
+    with torch.no_grad(), caplog.at_level(logging.WARNING):
+        for _ in range(6):
+            x = torch.randn(64, device="cuda")
+            torch.testing.assert_close(run(x), torch.relu(x / x.abs().max()) + 1)
+    assert replays[-1] == ("forward", "run")
+    assert sum("a graph is not captured" in each for each in caplog.messages) == 1
 
 
 def test_gradients_outlive_the_graphs_that_made_them(replays: list[tuple[str, str]]) -> None:

@@ -7,8 +7,10 @@ the recorded results, and then writes over what a graph in the same memory may w
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cudnngraph.models import replay
 from cudnngraph.models.bound import Direct
-from tests.replays import LOOPS, Step, check_loop, compiled, replays
+from tests.replays import LOOPS, Step, check_loop, compiled, each_step, net, replays
 
 __all__ = ["replays"]
 
@@ -141,3 +143,37 @@ def test_a_backward_that_reads_nothing_of_its_forwards_is_replayed(
         torch.testing.assert_close(model.weight.grad, by.T @ x)
         if number > 4:
             assert replays[-2:] == [("forward", "replay"), ("backward", "replay")]
+
+
+@pytest.mark.parametrize("of", ["forward", "backward"])
+def test_what_cannot_be_captured_runs_as_it_is(
+    of: str,
+    replays: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Failing(Recorded):
+        def __init__(self, *args: Any, memory: Memory, **options: Any) -> None:
+            kind = "backward" if memory.made else "forward"
+            super().__init__(*args, memory=memory, **options)
+            if kind == of:
+                raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(replay, "CapturedCall", Failing)
+    model = net("cpu")
+    exact = copy.deepcopy(model).double()
+    run = compiled(model)
+    with caplog.at_level(logging.WARNING):
+        for number in range(8):
+            each_step(model, run, number)
+            each_step(exact, lambda x: exact(x.double()), number)
+            for mine, wanted in zip(model.parameters(), exact.parameters(), strict=True):
+                assert mine.grad is not None
+                torch.testing.assert_close(mine.grad.double(), wanted.grad, rtol=1e-3, atol=1e-5)
+    said = [each for each in caplog.messages if "not captured" in each]
+    assert said == [
+        "a graph is not captured, and runs as it is: operation not permitted when stream is "
+        "capturing"
+    ]
+    assert ("backward", "replay") not in replays
+    assert (("forward", "replay") in replays) == (of == "backward")
