@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError
-from ..runtime.bound import CapturedCall, GraphMemory
+from ..runtime.bound import CapturedIn, GraphMemory
 from .bound import Direct
 
 _torch: Any = torch
@@ -134,7 +134,7 @@ class Replayed:
         self._places: list[int] = []  # where the inputs lay, at the call before
         self._moves: set[int] = set()  # inputs that do not always lie there
         self._tied: dict[int, tuple[int, int]] = {}  # what the forward lent: number and address
-        self._captured: CapturedCall | None = None
+        self._captured: CapturedIn | None = None
         self._own: dict[int, torch.Tensor] = {}  # by place, of the inputs that move
         self._made: list[Any] = []  # results; _LENT where they are
         self._lent: _Lent | None = None
@@ -237,7 +237,7 @@ class Replayed:
         def call() -> None:
             results.extend(bound.run(given))
 
-        self._captured = CapturedCall(call, self._device, warm=False, memory=memory)
+        self._captured = CapturedIn(call, self._device, memory)
         made, lent = list(results), []
         results.clear()  # which what was captured holds
         for at, (kind, each) in enumerate(zip(self._kinds, made, strict=True)):

@@ -96,19 +96,23 @@ class GraphMemory:
 class CapturedCall:
     """``call`` recorded in a CUDA graph: ``captured()`` replays it on the current stream.
 
-    It is called once before it is recorded, unless it has been: ``warm=False``. It has memory of
-    its own, or ``memory``, which keeps it.
+    It is called once before it is recorded, unless it has been: ``warm=False``.
 
     ``graph`` is the ``torch.cuda.CUDAGraph``, None on a CPU, where a replay is a call. What the
     graph points into lives as long as this.
     """
 
     def __init__(
+        self, call: Callable[[], object], device: torch.device, *, warm: bool = True
+    ) -> None:
+        self._start(call, device, warm=warm)
+
+    def _start(
         self,
         call: Callable[[], object],
         device: torch.device,
         *,
-        warm: bool = True,
+        warm: bool,
         memory: GraphMemory | None = None,
     ) -> None:
         self.graph: Any = None
@@ -116,8 +120,6 @@ class CapturedCall:
         if device.type == "cuda":
             with torch.cuda.device(device):
                 self._record(GraphMemory() if memory is None else memory)
-            if memory is not None:
-                memory.calls.append(self)
 
     def _record(self, memory: GraphMemory) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -155,6 +157,17 @@ class CapturedCall:
             self.graph.replay()
         else:
             self._call()
+
+
+class CapturedIn(CapturedCall):
+    """A call that has been called, recorded in memory that several have in common, which keeps
+    it."""
+
+    def __init__(
+        self, call: Callable[[], object], device: torch.device, memory: GraphMemory
+    ) -> None:
+        self._start(call, device, warm=False, memory=memory)
+        memory.calls.append(self)
 
 
 def _reset_generator() -> None:

@@ -36,7 +36,7 @@ def _expanded(x: Tensor) -> Tensor:
 
 
 def _of_a_function(x: Tensor) -> Tensor:
-    return torch.zeros(ROWS, ROWS)
+    return torch.zeros(ROWS, ROWS, dtype=x.dtype)  # of float32 torch's own is wrong in float64
 
 
 def _lower(x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def _lower(x: Tensor) -> Tensor:
 
 
 def _lower_numbers(x: Tensor) -> Tensor:
-    return torch.full((ROWS, ROWS), -torch.inf).triu(1)
+    return torch.full((ROWS, ROWS), -torch.inf, dtype=x.dtype).triu(1)
 
 
 def _window(x: Tensor) -> Tensor:

@@ -64,10 +64,7 @@ class Recorded:
 
     current: Recorded | None = None
 
-    def __init__(
-        self, call: Callable[[], object], device: Any, *, warm: bool, memory: Memory
-    ) -> None:
-        assert not warm
+    def __init__(self, call: Callable[[], object], device: Any, memory: Memory) -> None:
         self.memory = memory
         Recorded.current = self
         call()
@@ -109,7 +106,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def made(self: replay.Replayed, bound: Direct, device: Any, *args: Any) -> None:
         init(self, bound, SimpleNamespace(type="cuda"), *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(replay, "CapturedCall", Recorded)
+    monkeypatch.setattr(replay, "CapturedIn", Recorded)
     monkeypatch.setattr(replay, "GraphMemory", Memory)
     monkeypatch.setattr(replay, "_showing", shown)
     monkeypatch.setattr(replay.Replayed, "__init__", made)
@@ -153,13 +150,13 @@ def test_what_cannot_be_captured_runs_as_it_is(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Failing(Recorded):
-        def __init__(self, *args: Any, memory: Memory, **options: Any) -> None:
+        def __init__(self, call: Callable[[], object], device: Any, memory: Memory) -> None:
             kind = "backward" if memory.made else "forward"
-            super().__init__(*args, memory=memory, **options)
+            super().__init__(call, device, memory)
             if kind == of:
                 raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(replay, "CapturedCall", Failing)
+    monkeypatch.setattr(replay, "CapturedIn", Failing)
     model = net("cpu")
     exact = copy.deepcopy(model).double()
     run = compiled(model)
