@@ -22,8 +22,8 @@ MEASURED_ON = {90: "NVIDIA H200, cuDNN 9.19"}
 DEFAULT_CAPABILITY = 90
 SM_COUNT = 132  # of an H200, for plans that are made without a GPU
 BY_HAND = ""  # in place of a page: measured by hand; no page has the numbers
-#: Who asks a threshold that a search measures: import, rewrites, cuts, cuDNN's or torch's steps.
 T = TypeVar("T")
+#: Who asks a threshold that a search measures: import, rewrites, cuts, cuDNN's or torch's steps.
 Stage = Literal["import", "graph", "cut", "cudnn", "torch", ""]
 NO, ANY = 0, 1 << 62  # values of a threshold that no size, and that every size, is under
 

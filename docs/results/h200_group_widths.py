@@ -115,18 +115,18 @@ def rows(only: str, ops: list[str]) -> Iterator[list[str]]:
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="cases of models whose name has this text")
     parser.add_argument("--ops", type=lambda text: text.split(","), default=list(OPS))
-    args = parser.parse_args()
+    args, rest = parser.parse_known_args()
     head = ("convolution", "op", "groups", "as", "heuristic", "autotuned", "workspace, MiB")
     page(
-        "group_widths",
+        "group-widths",
         "Groups of convolutions, several as one",
         "Microseconds of a call.",
         (*head, "the kernel of heuristics that takes longest"),
         rows(args.only, args.ops),
-        [] if args.out is None else ["--out", str(args.out)],
+        rest,
+        "h200_group_widths.py",
     )
 
 

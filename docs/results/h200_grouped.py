@@ -197,12 +197,10 @@ def row(case: Case) -> list[str]:
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="cases of models whose name has this text")
     parser.add_argument("--train", action="store_true")
-    args = parser.parse_args()
+    args, rest = parser.parse_known_args()
     cases = [case for case in CASES if args.only in case[0]]
-    where = [] if args.out is None else ["--out", str(args.out)]
     if args.train:
         text = (
             "Microseconds of the forward and the backward of a convolution, bfloat16, "
@@ -214,7 +212,7 @@ def main() -> None:
         head = ("convolution", "as it is", "dense, 512", "dense, 1536", "eager", "error", "eager's")
         title = "Steps of grouped convolutions, and of dense ones in their place"
         rows, command = measured_rows(cases, step_row), "h200_grouped.py --train"
-        page("grouped-steps", title, text, head, rows, where, command)
+        page("grouped-steps", title, text, head, rows, rest, command)
         return
     head = ("convolution", "as it is", "as it is", "dense, channels of each", "eager")
     text = (
@@ -228,7 +226,7 @@ def main() -> None:
         text,
         (*head, "GFLOP of the groups", "error"),
         measured_rows(cases, row),
-        where,
+        rest,
     )
 
 

@@ -12,13 +12,13 @@ from ...device.rules import rules
 from ...graph.value import Value, set_stride
 from ...ir.spec import channels_last_strides, dense_strides, is_channels_last, is_contiguous
 from ...ops.base import LOW_PRECISION
+from ..channels import RANKS
 from .shape import between
 
 if TYPE_CHECKING:
     from ..convert import Importer
 
 Options = dict[str, Any]
-LAST_RANKS = (4, 5)  # of images
 
 
 def by_other_ops(
@@ -191,26 +191,22 @@ def _dense(
         return y if bias is None else c.biased_value(y, bias[rows])
 
     parts = _parts(groups, together, many, results)
-    return _by_parts(c, x, weight_of, parts, options, biased)
+    return _by_parts(c, x, weight_of, parts, {**options, "groups": 1}, biased)
 
 
 def by_dense_values(c: Importer, x: Value, weight: Value, options: Options) -> Value | None:
     """The convolution of x by a weight that changes, of groups of channels, as dense ones or of
     wider groups; None where it is best as it is."""
-    groups = options["groups"]
-    form = _form(c, x, weight, groups)
+    form = _form(c, x, weight, options["groups"])
     if form is None:
         return None
-    together, apart = form
-    whole = dense_value(c, weight, groups, together, x)
-    if not apart:
-        return c.g.conv(x, whole, **{**options, "groups": groups // together})
+    together, parts, groups = form
+    whole = dense_value(c, weight, options["groups"], together, x)
 
     def weight_of(rows: slice, of_x: Value) -> Value:
         return _sliced(c, whole, 0, rows)
 
-    parts = _parts(groups, together, weight.shape[1], weight.shape[0] // groups)
-    return _by_parts(c, x, weight_of, parts, options, lambda y, rows: y)
+    return _by_parts(c, x, weight_of, parts, {**options, "groups": groups}, lambda y, rows: y)
 
 
 def gradients_by_dense_values(
@@ -224,16 +220,13 @@ def gradients_by_dense_values(
 ) -> tuple[Value | None, Value | None] | None:
     """The gradients of x and of the weight, where they are ``wanted``, of a convolution that
     :func:`by_dense_values` takes; ``extra`` is the padding of the first one's result."""
-    groups, window = options["groups"], weight.shape[2:]
-    form = _form(c, x, weight, groups)
+    form = _form(c, x, weight, options["groups"])
     if form is None:
         return None
-    together, apart = form
-    whole = dense_value(c, weight, groups, together, x) if wanted[0] else None
-    results = weight.shape[0] // groups
-    every = slice(0, x.shape[1]), slice(0, weight.shape[0])
-    parts = _parts(groups, together, weight.shape[1], results) if apart else [every]
-    options = {**options, "groups": 1 if apart else groups // together}
+    together, parts, groups = form
+    whole = dense_value(c, weight, options["groups"], together, x) if wanted[0] else None
+    results, window = weight.shape[0] // options["groups"], weight.shape[2:]
+    options = {**options, "groups": groups}
     images, weights = [], []
     for columns, rows in parts:
         of_dy = _sliced(c, dy, 1, rows)
@@ -247,23 +240,28 @@ def gradients_by_dense_values(
     return _joined(c, images, 1), _joined(c, weights, 0)
 
 
-def _form(c: Importer, x: Value, weight: Value, groups: int) -> tuple[int, bool] | None:
-    """How many groups of a weight that changes are put together, and whether the convolutions of
-    these run one by one; see :func:`groups_together`, :func:`narrow_together`."""
+Parts = list[tuple[slice, slice]]  # the channels and the results of each convolution
+
+
+def _form(c: Importer, x: Value, weight: Value, groups: int) -> tuple[int, Parts, int] | None:
+    """How many groups of a weight that changes are put together, the convolutions that there are
+    then, and the groups of each; see :func:`groups_together`, :func:`narrow_together`."""
     if not (c.on_gpu and c.kernels) or x.dtype not in LOW_PRECISION or x.spec is None:
         return None
-    if weight.dtype != x.dtype or weight.spec is None or len(x.shape) not in LAST_RANKS:
+    if weight.dtype != x.dtype or weight.spec is None or len(x.shape) not in RANKS:
         return None
     width = weight.shape[1], weight.shape[0] // groups
     together = groups_together(groups, *width, math.prod(weight.shape[2:]))
     if together is not None:
-        return together, True
+        return together, _parts(groups, together, *width), 1
     together = narrow_together(groups, *width)
-    return None if together is None else (together, False)
+    return (
+        None if together is None else (together, _parts(groups, groups, *width), groups // together)
+    )
 
 
-def _parts(groups: int, together: int, many: int, results: int) -> list[tuple[slice, slice]]:
-    """The channels and the results of each dense convolution."""
+def _parts(groups: int, together: int, many: int, results: int) -> Parts:
+    """Those of so many groups each."""
     return [
         (
             slice(first * many, (first + together) * many),
@@ -277,12 +275,11 @@ def _by_parts(
     c: Importer,
     x: Value,
     weight_of: Callable[[slice, Value], Value],
-    parts: Sequence[tuple[slice, slice]],
+    parts: Parts,
     options: Options,
     behind: Callable[[Value, slice], Value],
 ) -> Value | None:
-    """Dense convolutions of parts of the channels, their results side by side."""
-    options = {**options, "groups": 1}
+    """Convolutions of parts of the channels, their results side by side."""
     made = []
     for columns, rows in parts:
         of_x = _sliced(c, x, 1, columns)
