@@ -20,7 +20,14 @@ from ..ir import versions
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from . import env
-from .candidates import Candidate, propose, restrict, tensor_cores_first, why_passed_over
+from .candidates import (
+    Candidate,
+    fastest_tile_first,
+    propose,
+    restrict,
+    tensor_cores_first,
+    why_passed_over,
+)
 from .env import EnvKey
 from .lowering.driver import Lowered, first_line, lower
 from .tested import dotted
@@ -131,7 +138,9 @@ def propose_for(
     the second ranking too, as a search does.
     """
     lowered = lower_for(spec, target)
-    return lowered, tensor_cores_first(propose(lowered, env.frontend(), more=more), spec)
+    ranked = tensor_cores_first(propose(lowered, env.frontend(), more=more), spec)
+    capability, sms = target_capability(target), target_processors(target)
+    return lowered, fastest_tile_first(ranked, spec, capability, sms)
 
 
 def lower_for(spec: GraphSpec, target: str) -> Lowered:

@@ -292,7 +292,7 @@ def _planned(
         Decision(
             str(outcome.candidate.choice),
             outcome.accepted,
-            outcome.reason or "first of cuDNN's ranking that builds",
+            outcome.reason or outcome.candidate.why or "first of cuDNN's ranking that builds",
             outcome.candidate.choice,
             outcome.workspace_bytes,
         )

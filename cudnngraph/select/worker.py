@@ -67,12 +67,14 @@ def from_candidate(candidate: Candidate) -> Message:
         "index": candidate.index,
         "choice": from_choice(candidate.choice),
         "tag": candidate.tag,
+        "why": candidate.why,
     }
 
 
 def to_candidate(data: Mapping[str, Any]) -> Candidate:
     """The candidate that :func:`from_candidate` made ``data`` of."""
-    return Candidate(data["index"], to_choice(data["choice"]), data["tag"])
+    choice = to_choice(data["choice"])
+    return Candidate(data["index"], choice, data["tag"], why=data.get("why", ""))
 
 
 def from_outcome(outcome: Outcome) -> Message:
