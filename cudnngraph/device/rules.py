@@ -10,7 +10,7 @@ Fields with an ``alternative`` stand for a choice that could be measured instead
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -290,6 +290,29 @@ class DeviceRules:
         "at what multiples the rows of a 16-bit product begin for cuBLASLt's fast kernels: with "
         "30,522 columns it took 829 us, a plan that is compiled at run time 536",
         page="h200-search.md",
+        alternative="one plan",
+    )
+    sigmoid_us_per_million: float = _measured(
+        3.2,
+        "microseconds for each 10^6 elements of the result",
+        "what a sigmoid costs a product or a convolution in its plan (CLIP's products 3.2 and 4.0, "
+        "a detector's heads 6.6 to 8.2)",
+        page="h200-epilogues.md",
+        alternative="one plan",
+    )
+    sigmoid_short_depth: int = _measured(
+        32,
+        "channels",
+        "up to how many are summed up by convolutions that lose `sigmoid_short_us`: gates of "
+        "squeeze-and-excitation",
+        page="h200-epilogues.md",
+        alternative="one plan",
+    )
+    sigmoid_short_us: float = _measured(
+        3.5,
+        "microseconds",
+        "what a sigmoid costs them, however small they are",
+        page="h200-epilogues.md",
         alternative="one plan",
     )
     kernel_bytes_per_us: int = _measured(
@@ -642,33 +665,6 @@ def others(stage: Stage) -> Iterator[tuple[str, Any]]:
             for value in each.metadata["others"]:
                 if value != getattr(now, each.name):
                     yield each.name, value
-
-
-def told(values: Values) -> str:
-    """Values in place of the rules', for people."""
-    by_name = {each.name: each.metadata for each in fields(DeviceRules)}
-    return ", ".join(
-        f"{name}={'any' if value == ANY else value} ({by_name[name]['decides']})"
-        for name, value in values
-    )
-
-
-def known(data: Any, stages: tuple[Stage, ...]) -> Values:
-    """Values as stored data names them; ValueError if a search of these stages tries no such."""
-    if not isinstance(data, Mapping):
-        raise ValueError("no thresholds by name")
-    if not data:
-        return ()
-    tried = {each.name: each.metadata for each in fields(DeviceRules)}
-    found: list[tuple[str, Any]] = []
-    for name, value in data.items():
-        if name not in tried or tried[name]["stage"] not in stages:
-            raise ValueError(f"no threshold '{name}' is measured there")
-        plain = tuple(value) if isinstance(value, list) else value
-        if not any(type(plain) is type(each) and plain == each for each in tried[name]["others"]):
-            raise ValueError(f"{name}={value!r:.40} is no value that is measured")
-        found.append((name, plain))
-    return tuple(found)
 
 
 def has_clusters() -> bool:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from ..cache.distributed import is_distributed
-from ..device.rules import Values, following, noting, others, told
+from ..device.rules import Values, following, noting, others
+from ..device.values import told
 from ..errors import CannotImport, CudnnGraphError, PlanNotCached
 from ..ir.spec import GraphSpec
 from ..runtime.compile import begin, compile, searched_briefly, searching_together

@@ -16,7 +16,8 @@ import torch
 from ..backend.env import EnvKey
 from ..cache.codec import to_record
 from ..device import files
-from ..device.rules import Values, told
+from ..device.rules import Values
+from ..device.values import told
 from ..errors import PolicyError
 from ..explain.draw import svg
 from ..runtime.executable import Executable

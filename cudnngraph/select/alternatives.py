@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..device.rules import Values, told
+from ..device.rules import Values
+from ..device.values import told
 from ..errors import NotSupported
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..backend.plan import KERNEL, Choice, Plan, Verified
-from ..device.rules import Values, told
+from ..device.rules import Values
+from ..device.values import told
 from ..ir.spec import GraphSpec
 
 

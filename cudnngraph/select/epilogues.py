@@ -5,7 +5,7 @@ most of all where it reads another tensor as large as its result. A kernel behin
 more bytes, unless it goes on to a norm that would read them anyway. Which of both takes less is
 estimated; :class:`~cudnngraph.device.rules.DeviceRules` has the numbers. Rows that begin at odd
 places leave cuBLASLt without its fast kernels, so that nothing is lost there. Behind convolutions
-cuDNN's plans are as fast as the convolution and a kernel, but for a few.
+cuDNN's plans are as fast as the convolution and a kernel, but for a few. A sigmoid is slow in both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..backend.plan import Choice
 from ..device.rules import rules
 from ..executor.linear import runs_whole
-from ..ir.spec import Node, TensorSpec
+from ..ir.spec import Node, TensorSpec, numel
 from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
 from ..partition.analysis import CutGraph, Group
@@ -89,10 +89,29 @@ def _of_convolution(graph: CutGraph, nodes: Group, kernels: Kernels) -> Apart | 
     if not isinstance(kernels.choice(graph, behind), Choice):
         return None
     more = _more_bytes(graph, nodes, anchor, behind, kernels)[0]
-    if more >= 0:
-        return None
     reason = f"a kernel of its epilogue and of what reads that moves {-more} bytes less"
+    if more >= 0:
+        lost_us = _sigmoid_us(graph, anchor, behind)
+        more_us = _more_us(graph, nodes, anchor, behind, kernels)
+        if more_us >= lost_us:
+            return None
+        reason = (
+            f"a sigmoid would cost its plan about {lost_us:.1f} us, a kernel {more_us:.1f} more"
+        )
     return Apart((), (anchor,), behind, False, reason)
+
+
+def _sigmoid_us(graph: CutGraph, anchor: Node, behind: Group) -> float:
+    """What a sigmoid behind a product or a convolution costs within its plan; 0.0 without one."""
+    if not any(node.op == "sigmoid" for node in behind):
+        return 0.0
+    tensors, measured = graph.spec.tensors, rules()
+    elements = tensors[anchor.results[0]].numel
+    found = 1e-6 * elements * measured.sigmoid_us_per_million
+    if anchor.op != "matmul":
+        depth = numel(tensors[anchor.operands[1]].shape[1:])
+        found += measured.sigmoid_short_us if depth <= measured.sigmoid_short_depth else 0.0
+    return found
 
 
 def _product(graph: CutGraph, nodes: Group) -> Node | None:
@@ -143,10 +162,12 @@ def _lost_us(graph: CutGraph, nodes: Group, product: Node) -> float:
     size = spec.tensors[product.results[0]].numel
     gflop = 2e-9 * spec.tensors[product.operands[0]].shape[-1] * size
     inside = {name for node in nodes for name in node.results}
-    read = {name for node in nodes if node is not product for name in node.operands} - inside
+    behind = tuple(node for node in nodes if node is not product)
+    read = {name for node in behind for name in node.operands} - inside
+    slow_us = _sigmoid_us(graph, product, behind)
     if any(spec.tensors[name].numel >= size for name in read):
-        return gflop * measured.product_residual_us_per_gflop
-    return gflop * measured.product_epilogue_us_per_gflop - measured.product_start_us
+        return gflop * measured.product_residual_us_per_gflop + slow_us
+    return gflop * measured.product_epilogue_us_per_gflop - measured.product_start_us + slow_us
 
 
 def _has_aligned_rows(tensor: TensorSpec) -> bool:

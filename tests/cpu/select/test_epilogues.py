@@ -15,6 +15,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph.backend.plan import Choice
 from cudnngraph.device.rules import changed
+from cudnngraph.ir import wire
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.analysis import CutGraph, compute_nodes
 from cudnngraph.rewrite.passes import legalize
@@ -99,6 +100,23 @@ def test_the_rule_takes_what_was_measured_to_be_faster(cases: ModuleType) -> Non
     assert sum(ratio < 0.97 for ratio in ratios.values()) >= 15
 
 
+def test_sigmoids_are_parted_where_that_was_measured_to_be_faster() -> None:
+    """Steps of models beside one plan each, those without a sigmoid among them."""
+    data = json.loads((RESULTS / "h200-epilogues.json").read_text(encoding="utf-8"))
+    ratios, parted = [], 0
+    for row in data["rows"]:
+        spec = wire.to_spec(row["spec"])
+        graph = CutGraph(spec)
+        found = apart(graph, compute_nodes(spec.nodes), Kernels(132), torch_too=True)
+        ratios.append(row["apart"] / row["whole"] if found else 1.0)
+        if found is not None:
+            parted += 1
+            assert "sigmoid" in ops(found.rest) and not found.by_torch
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    assert len(ratios) > 200 and parted >= 15
+    assert mean < 0.97 and max(ratios) < 1.13
+
+
 # -- the rule --------------------------------------------------------------------------------------
 
 
@@ -137,6 +155,51 @@ def test_a_convolution_stays_one_plan() -> None:
     g.output("y", g.add(y, x))
     with changed(**ALWAYS):
         assert way(g.spec()) is None
+
+
+def gate(channels: int, results: int = 240, side: int = 1, act: str = "sigmoid") -> GraphSpec:
+    """A convolution of single pixels with a bias and an activation."""
+    g = cg.Graph("gate")
+    x = g.input("x", (32, channels, side, side), F16, layout="channels_last")
+    w = g.input("w", (results, channels, 1, 1), F16, layout="channels_last")
+    y = g.bias(g.conv(x, w), g.input("b", (results,), F16))
+    g.output("y", getattr(g, act)(y))
+    return g.spec()
+
+
+def test_a_short_convolution_hands_its_sigmoid_to_a_kernel() -> None:
+    found = way(gate(32))
+    assert found is not None and found.before == () and not found.by_torch
+    assert (ops(found.front), ops(found.rest)) == (["conv"], ["bias", "sigmoid"])
+    assert found.reason == "a sigmoid would cost its plan about 3.5 us, a kernel 1.5 more"
+    assert way(gate(33)) is None and way(gate(32, act="silu")) is None
+    with changed(sigmoid_short_us=1.0):
+        assert way(gate(32)) is None
+    with changed(sigmoid_short_depth=16):
+        assert way(gate(32)) is None
+
+
+def test_a_large_result_hands_its_sigmoid_to_a_kernel() -> None:
+    assert way(gate(128, 80, side=40)) is not None
+    assert way(gate(128, 80, side=10)) is None
+    with changed(sigmoid_us_per_million=0.1):
+        assert way(gate(128, 80, side=40)) is None
+
+
+def test_a_product_with_quick_gelu_hands_it_to_a_kernel() -> None:
+    def quick(rows: int) -> GraphSpec:
+        g = cg.Graph("quick")
+        x, w = g.input("x", (rows, 512), F16), g.input("w", (512, 2048), F16)
+        y = g.add(g.matmul(x, w), g.input("b", (2048,), F16))
+        g.output("y", g.mul(y, g.sigmoid(g.mul(y, 1.702))))
+        return g.spec()
+
+    found = way(quick(2464))
+    assert found is not None and "sigmoid" in ops(found.rest)
+    assert ops(found.front) == ["matmul"]
+    assert way(quick(256)) is None
+    with changed(sigmoid_us_per_million=0.0):
+        assert way(quick(2464)) is None
 
 
 def test_each_number_of_the_rule_counts() -> None:
