@@ -173,14 +173,15 @@ class DeviceRules:
         stage="import",
         others=(0,),
     )
-    narrow_groups_width: int = _measured(
-        16,
+    narrow_groups_widths: tuple[int, ...] = _measured(
+        (16, 32),
         "channels",
-        "how wide groups are made in training that are under half as wide; 0 for as they are",
+        "how wide groups of under 8 and of other channels are made in training; those of 16 where "
+        "their number is no multiple of four; 0 for as they are",
         page="h200-group-widths.md",
         alternative="the groups as they are",
         stage="import",
-        others=(0,),
+        others=((0, 0),),
     )
     convolution_parts_in_place: bool = _measured(
         False,

@@ -298,6 +298,9 @@ def _sliced(c: Importer, x: Value, dim: int, of: slice) -> Value:
     return x if of.stop - of.start == x.shape[dim] else c.g.slice(x, dim, of.start, of.stop)
 
 
+_WIDER_FROM = 8  # channels of a group; see ``narrow_groups_widths``
+
+
 def groups_together(groups: int, many: int, results: int, window: int) -> int | None:
     """How many groups of ``many`` channels and so many results one dense convolution has; None
     where cuDNN's engines for groups are faster.
@@ -316,10 +319,11 @@ def groups_together(groups: int, many: int, results: int, window: int) -> int | 
 
 def narrow_together(groups: int, many: int, results: int) -> int | None:
     """How many narrow groups are one, for a convolution that trains; None for as they are."""
-    together = rules().narrow_groups_width // many
-    if many == 1 or many != results or together <= 2 or groups % together:
+    narrow, wide = rules().narrow_groups_widths
+    together = (narrow if many < _WIDER_FROM else wide) // many
+    if many == 1 or many != results or together < 2 or groups % together:
         return None
-    return together
+    return together if many <= _WIDER_FROM or groups % 4 else None
 
 
 def dense_value(c: Importer, weight: Value, groups: int, together: int, x: Value) -> Value:

@@ -78,7 +78,8 @@ def test_grouped_convolutions_of_any_kind_train(seed: int, convolutions: list[No
     draw = random.Random(seed)
     torch.manual_seed(seed)
     rank, groups = draw.choice((2, 2, 3)), draw.choice((2, 3, 4, 6, 8))
-    many, results = draw.choice((2, 3, 4, 5, 8)), draw.choice((2, 3, 4, 6, 8))
+    many, results = draw.choice((2, 3, 4, 5, 8, 16)), draw.choice((2, 3, 4, 6, 8))
+    results = many if draw.random() < 0.3 else results
     window = draw.choice((1, 3, (3, 2, 1)[:rank]))
     options: dict[str, Any] = {"stride": draw.choice((1, 2)), "padding": draw.choice((0, 1))}
     options |= {"kernel_size": window, "groups": groups, "bias": draw.random() < 0.5}
@@ -92,15 +93,16 @@ def test_grouped_convolutions_of_any_kind_train(seed: int, convolutions: list[No
     if draw.random() < 0.2:
         model.grouped.requires_grad_(False)
     limit = draw.choice((0, 2 * many, groups * many, 512))
-    wide = draw.choice((0, 8, 16))
-    with rules.changed(grouped_as_dense_max_channels=limit, narrow_groups_width=wide):
+    widths = draw.choice(((0, 0), (8, 16), (16, 32)))
+    with rules.changed(grouped_as_dense_max_channels=limit, narrow_groups_widths=widths):
         trains(model.to(dtype), x.to(dtype), dtype)
     alone = limit == 0 or (many == results and many & (many - 1) == 0 and window != 1)
     kinds = {node.attr("groups") for node in convolutions} - {1}
     if alone or not any(n * many <= limit for n in _divisors(groups)):
-        narrow = many == results and wide > 2 * many and groups % (wide // many) == 0
-        together = wide // many if narrow else 1
-        assert kinds == {groups // together} - {1}
+        together = widths[many >= 8] // many
+        narrow = many == results and together > 1 and groups % together == 0
+        narrow &= many <= 8 or groups % 4 != 0
+        assert kinds == {groups // (together if narrow else 1)} - {1}
     else:
         assert not kinds
 
