@@ -75,7 +75,7 @@ def read(paths: Iterable[Path]) -> tuple[list[tuple[str, Work, Choice, Times]], 
         data = json.loads(path.read_text())
         head = {name: data[name] for name in ("gpu", "cudnn", "sms", "capability")}
         for row in data["rows"]:
-            if "times" in row:
+            if "times" in row and "work" in row:
                 times = {choice_of(engine, knobs): us for engine, knobs, us in row["times"]}
                 found.append((row["of"], Work(**row["work"]), choice_of(*row["first"]), times))
     return found, head
