@@ -48,12 +48,14 @@ class Offer:
         wrong: str | None = None,
         refused: str | None = None,
         final_us: float | None = None,
+        slower: float = 0.0,
     ) -> None:
         self.time_us = time_us
         self.workspace = workspace
         self.wrong = wrong
         self.refused = refused
         self.final_us = final_us
+        self.slower = slower  # as it is predicted
 
 
 class Bench:
@@ -96,7 +98,10 @@ class Bench:
             plan = FakePlan(candidate.choice, offer.workspace)
             return Outcome(candidate, True, "", offer.workspace), plan
 
-        listed = [Candidate(n, Choice(n, (("TILE", n),)), f"eng{n}") for n in range(len(offers))]
+        listed = [
+            Candidate(n, Choice(n, (("TILE", n),)), f"eng{n}", slower=offer.slower)
+            for n, offer in enumerate(offers)
+        ]
         return SimpleNamespace(candidates=listed, build=build)
 
     def times_us(

@@ -38,6 +38,8 @@ class Candidate:
 
     ``runtime_compiled`` plans are compiled on this machine; the others come with the library.
     ``why`` says why it stands before those that cuDNN ranks before it; empty where it does not.
+    ``slower`` is the time that its tile is predicted to take, as a multiple of the fastest one's in
+    the list; 0.0 where nothing is predicted.
     """
 
     index: int
@@ -45,6 +47,7 @@ class Candidate:
     tag: str
     runtime_compiled: bool = True
     why: str = ""
+    slower: float = 0.0
 
 
 #: Why a plan stands before cuDNN's first one.
@@ -142,12 +145,19 @@ def fastest_tile_first(
     work = None if model is None else tiles.work_of(spec)
     if model is None or work is None:
         return list(candidates)
-    better = model.best(work, [each.choice for each in candidates], sms)
+    choices = [each.choice for each in candidates]
+    us = [model.us(work, choice, sms) for choice in choices]
+    least = min((each for each in us if each), default=0.0)
+    told = [
+        each if not time else replace(each, slower=round(time / least, 3))
+        for each, time in zip(candidates, us, strict=True)
+    ]
+    better = model.best(work, choices, sms)
     if better is None:
-        return list(candidates)
+        return told
     place, share = better
-    first = replace(candidates[place], why=PREDICTED.format(share))
-    return [first, *candidates[:place], *candidates[place + 1 :]]
+    first = replace(told[place], why=PREDICTED.format(share))
+    return [first, *told[:place], *told[place + 1 :]]
 
 
 def _unranked(graph: Any, ranked: set[int], frontend: Any) -> dict[Choice, Candidate]:

@@ -8,6 +8,7 @@ LEFT_SHARE = 0.01  # of a graph's time: a search ends when no more than this can
 UNCOMPARED_SHARE = 0.005  # of it that close ways which are not measured again may differ by
 MAX_EXPECTED_SPEEDUP = 2.0  # how much faster than its first plan a part's best plan may be
 PATIENCE = 5  # plans in a row that are no gain, after which the rest of a list is left alone
+PRUNED_OVER = 1.35  # times the least that tiles are predicted to take: not built behind others
 MIN_GAIN = 0.98
 CLOSE_RATIO = 1.12  # ways to cut the graph within this factor are measured whole
 FINALIST_RATIO = 1.08  # ways within this factor of a part's best are measured again, longer

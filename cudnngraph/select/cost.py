@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..backend.candidates import Candidate
 from ..graph.builder import Graph
 from ..ir.canonical import canonical
 from ..ir.spec import GraphSpec, Node
@@ -19,13 +20,18 @@ from ..ops.table import OPS
 from ..ops.work import bytes_of_tensor, flops_of_node
 from ..partition.analysis import compute_nodes
 from .bench import Bench
-from .config import FASTEST_RATE, QUICK_ROUNDS
+from .config import FASTEST_RATE, PRUNED_OVER, QUICK_ROUNDS
 
 COPIED = (1 << 20, 1 << 22, 1 << 25)  # elements of 16 bits, in caches of any size and in memory
 SIDE = 4096  # of the matrices that are multiplied
 MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32)
 
 Floor = Callable[[GraphSpec], float]
+
+
+def is_slow(candidate: Candidate) -> bool:
+    """Whether a plan's tile is predicted to be so slow that it need not be built."""
+    return candidate.slower > PRUNED_OVER
 
 
 def no_floor(_: GraphSpec) -> float:

@@ -27,6 +27,7 @@ from ..policy import Policy
 from . import verification, workers
 from .bench import GpuBench
 from .config import BUILT_TOGETHER
+from .cost import is_slow
 from .effort import BUILDING, BUILT, CHECKED, RANKING, Effort
 from .processes import Unusable
 from .workers import Answer
@@ -332,7 +333,8 @@ class _Isolated:
         else:
             verification.refuse_ranking(spec, self._rejected)
         self.candidates = known
-        self._queue = [each.choice for each in self.candidates if self._why_not(each) is None]
+        wanted = (each for each in self.candidates if not is_slow(each))
+        self._queue = [each.choice for each in wanted if self._why_not(each) is None]
         self._ahead: dict[Choice, Future[Answer]] = {}
         self._submit(FIRST)
 

@@ -68,8 +68,8 @@ class _Step:
     def _take(self, row: Row) -> None:
         if row["what"] == RANKING:
             self.candidates = [
-                Candidate(_whole(index), _choice(choice), str(tag))
-                for index, choice, tag in row["candidates"]
+                Candidate(_whole(index), _choice(choice), str(tag), slower=_slower(*more))
+                for index, choice, tag, *more in row["candidates"]
             ]
         elif row["what"] == "built":
             choice = _choice(row["choice"])
@@ -96,6 +96,10 @@ def _time(value: Any) -> float:
     return value
 
 
+def _slower(value: Any = 0.0) -> float:
+    return _time(value)  # a row of before has none
+
+
 def _choice(data: Any) -> Choice:
     engine, knobs = data
     return Choice(_whole(engine), tuple((str(name), int(value)) for name, value in knobs))
@@ -111,7 +115,7 @@ def _named(plan: Plan | None) -> Any:
 
 def keep_ranking(memo: Memo, spec: GraphSpec, candidates: Sequence[Candidate]) -> bool:
     """Tell a memo cuDNN's candidates for a step; whether later processes have them."""
-    rows = [[each.index, _data(each.choice), each.tag] for each in candidates]
+    rows = [[each.index, _data(each.choice), each.tag, each.slower] for each in candidates]
     return memo.add(spec, {"what": RANKING, "candidates": rows})
 
 

@@ -43,10 +43,11 @@ from .config import (
     MAX_EXPECTED_SPEEDUP,
     MIN_GAIN,
     PATIENCE,
+    PRUNED_OVER,
     QUICK_ROUNDS,
     TIE_RATIO,
 )
-from .cost import Floor, no_floor
+from .cost import Floor, is_slow, no_floor
 from .decision import ALIAS, Decision, Hints
 from .dropout_probe import has_seeded_dropout
 from .kernels import Kernels
@@ -55,11 +56,13 @@ from .ways import Contender, Part, Schedule, StepSearch, Variant, decided, in_tu
 
 
 def _hinted_first(candidates: Sequence[Candidate], hints: Mapping[Choice, str]) -> list[Candidate]:
-    """The candidates, behind those that hints name, whether cuDNN ranks them here or not."""
+    """The candidates, behind those that hints name, whether cuDNN ranks them here or not; those
+    that are predicted to be slow are last."""
     ranked = {candidate.choice: candidate for candidate in candidates}
     wanted = [choice for choice in hints if choice.engine != KERNEL]
     first = [ranked.get(choice) or Candidate(UNRANKED, choice, str(choice)) for choice in wanted]
-    return [*first, *(each for each in candidates if each.choice not in hints)]
+    others = (each for each in candidates if each.choice not in hints)
+    return [*first, *sorted(others, key=is_slow)]
 
 
 class Search:
@@ -257,6 +260,12 @@ class Search:
                 return None
             if step.in_vain >= PATIENCE:
                 self.give_up(step, f"not tried: the {PATIENCE} before it were no faster")
+                return None
+            slow = is_slow(step.queue[0]) and step.queue[0].choice not in step.hints
+            if slow and step.plans():
+                self.give_up(
+                    step, f"not tried: predicted to take over {PRUNED_OVER:g} of the least"
+                )
                 return None
             candidate = step.queue.pop(0)
             outcome, plan = step.proposals.build(candidate)

@@ -68,13 +68,15 @@ def from_candidate(candidate: Candidate) -> Message:
         "choice": from_choice(candidate.choice),
         "tag": candidate.tag,
         "why": candidate.why,
+        "slower": candidate.slower,
     }
 
 
 def to_candidate(data: Mapping[str, Any]) -> Candidate:
     """The candidate that :func:`from_candidate` made ``data`` of."""
     choice = to_choice(data["choice"])
-    return Candidate(data["index"], choice, data["tag"], why=data.get("why", ""))
+    told = {name: data[name] for name in ("why", "slower") if name in data}
+    return Candidate(data["index"], choice, data["tag"], **told)
 
 
 def from_outcome(outcome: Outcome) -> Message:

@@ -164,6 +164,7 @@ def test_the_plan_of_the_fastest_tile_moves_to_the_front(modelled: None) -> None
     assert [each.index for each in after] == [2, 0, 1, 3]
     assert after[0].why == candidates.PREDICTED.format(0.8) and not any(e.why for e in after[1:])
     assert worker.to_candidate(worker.from_candidate(after[0])) == after[0]
+    assert [each.slower for each in after] == [1.0, 1.25, 1.212, 0.0]
 
 
 def test_a_ranking_stays_where_nothing_is_known(

@@ -155,6 +155,20 @@ def test_a_first_plan_that_passed_its_check_is_not_built_again_to_be_doubted() -
     assert second.built == second.checked == split
 
 
+def test_a_ranking_keeps_what_its_plans_are_predicted_to_take() -> None:
+    memo, at = Memo(), table({"conv bias relu last": [Offer(20.0, slower=1.0), Offer(1.0)]})
+    spec = block()
+    listed = [Candidate(0, Choice(0, ()), "eng0", slower=1.5), Candidate(1, Choice(1, ()), "eng1")]
+    keep_ranking(memo, spec, listed)
+    assert RememberedBench(at, memo).proposals(spec).candidates == listed  # type: ignore[arg-type]
+    (row,) = memo.of(spec)
+    before = row | {"candidates": [each[:3] for each in row["candidates"]]}
+    old = Memo()
+    old.add(spec, before)
+    found = RememberedBench(at, old).proposals(spec).candidates  # type: ignore[arg-type]
+    assert found == [replace(each, slower=0.0) for each in listed]
+
+
 def test_a_ranking_from_elsewhere_is_tried_in_its_order_each_plan_by_its_choice() -> None:
     """Its places in the list are not those of this process, and some of it there is none of."""
     elsewhere = [

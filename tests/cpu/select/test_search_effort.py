@@ -15,10 +15,12 @@ import pytest
 
 import cudnngraph as cg
 from cudnngraph.backend.plan import Choice
+from cudnngraph.ir.key import step_digest
 from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select import alternatives, autotune, effort, joining, regions, search
 from cudnngraph.select.bench import GpuBench
-from cudnngraph.select.config import BUILT_TOGETHER, LEFT_SHARE, REGIONS_AHEAD
+from cudnngraph.select.config import BUILT_TOGETHER, LEFT_SHARE, PRUNED_OVER, REGIONS_AHEAD
 from cudnngraph.select.effort import Effort
 from tests.searches import F16, POLICY, Bench, Offer, digest, ops, run, table, taken
 
@@ -60,6 +62,37 @@ class Clock:
 
 def order(bench: Bench) -> list[str]:
     return [step.removeprefix("matmul ") for step, _ in bench.built]
+
+
+def test_plans_that_are_predicted_to_be_slow_are_not_built_behind_others() -> None:
+    slow, near = PRUNED_OVER + 0.01, PRUNED_OVER
+    offers = [Offer(20.0, slower=slow), Offer(10.0, slower=1.0), Offer(9.0, slower=near)]
+    bench = kinds({"relu": [*offers, Offer(1.0, slower=slow), Offer(8.0)]})
+    selection = run(tower([1]), bench)
+    assert [engine for step, engine in bench.built if step == "matmul relu"] == [1, 2, 4]
+    (step,) = selection.steps
+    left = [each for each in step.decisions if "predicted" in each.reason]
+    assert [each.choice.engine for each in left if each.choice] == [0, 3]
+    assert left[0].reason == "not tried: predicted to take over 1.35 of the least"
+
+
+def test_plans_that_are_predicted_to_be_slow_are_built_where_no_other_builds() -> None:
+    offers = [
+        Offer(10.0, slower=1.0, refused="no"),
+        Offer(20.0, slower=3.0),
+        Offer(5.0, slower=2.0),
+    ]
+    bench = kinds({"relu": offers})
+    run(tower([1]), bench)
+    assert bench.built[0] == ("matmul relu", 1) and len(bench.built) == 1
+
+
+def test_plans_that_are_predicted_to_be_slow_are_built_if_they_were_fast_nearby() -> None:
+    bench = kinds({"relu": [Offer(10.0, slower=1.0), Offer(9.0, slower=3.0)]})
+    spec = tower([1])
+    step = step_digest(legalize(spec, POLICY))
+    run(spec, bench, hints={step: {Choice(1, (("TILE", 1),)): "an entry of another batch"}})
+    assert bench.built[:2] == [("matmul relu", 1), ("matmul relu", 0)]
 
 
 def test_plans_are_tried_where_the_whole_graph_may_gain_most() -> None:
