@@ -74,8 +74,7 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple):
-        listed = (each if isinstance(each, tuple) else (each,) for each in value)
-        return ", ".join(" x ".join(map(str, each)) for each in listed)
+        return ", ".join(" x ".join(map(str, each)) for each in value)
     if isinstance(value, float):
         return f"{value:g}"
     power = value.bit_length() - 1

@@ -152,7 +152,7 @@ def fastest_tile_first(
         each if not time else replace(each, slower=round(time / least, 3))
         for each, time in zip(candidates, us, strict=True)
     ]
-    better = model.best(work, choices, sms)
+    better = model.best(choices, us)
     if better is None:
         return told
     place, share = better

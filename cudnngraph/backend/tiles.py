@@ -87,14 +87,16 @@ def work_of(spec: GraphSpec) -> Work | None:
     if anchor.op == "conv":
         if anchor.attr("groups") > 1:
             return None
-        columns, depth, window = right.shape[0], right.shape[1], numel(right.shape[2:])
+        rows, columns = made[0] * numel(made[2:]), made[1]
+        depth, window = right.shape[1], numel(right.shape[2:])
     else:
         if numel(right.shape[:-2]) > 1:
             return None  # as many products as there are matrices
-        columns, depth, window = made[-1], left.shape[-1], 1
+        rows, columns = numel(made[:-1]), made[-1]
+        depth, window = left.shape[-1], 1
     behind = [node for node in nodes if node is not anchor]
     return Work(
-        rows=numel(made) // columns,
+        rows=rows,
         columns=columns,
         depth=depth,
         window=window,
@@ -163,17 +165,19 @@ class Model:
         found = terms(work, tile.shape, tile.cluster, sms)
         return sum(us * term for us, term in zip(tile.us, found, strict=True))
 
-    def best(self, work: Work, choices: Sequence[Choice], sms: int) -> tuple[int, float] | None:
+    def best(
+        self, choices: Sequence[Choice], us: Sequence[float | None]
+    ) -> tuple[int, float] | None:
         """The place of the choice to be tried before the first, and the share of the first's time
-        that it is predicted to take; None for the first itself."""
-        first = self.us(work, choices[0], sms) if choices else None
+        that it is predicted to take, of what all are predicted to take; None for the first
+        itself."""
+        first = us[0] if us else None
         if not first:
             return None
         shares = {
-            place: us / first
-            for place, choice in enumerate(choices)
-            if (us := self.us(work, choice, sms)) is not None
-            and self.tiles[choice].error <= self.largest_error
+            place: each / first
+            for place, (choice, each) in enumerate(zip(choices, us, strict=True))
+            if each is not None and self.tiles[choice].error <= self.largest_error
         }
         place = min(shares, key=lambda each: shares[each], default=0)
         return (place, shares[place]) if place and shares[place] <= self.gain else None

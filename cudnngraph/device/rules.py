@@ -173,15 +173,15 @@ class DeviceRules:
         stage="import",
         others=(0,),
     )
-    narrow_groups_widths: tuple[int, ...] = _measured(
-        (16, 32),
-        "channels",
-        "how wide groups of under 8 and of other channels are made in training; those of 16 where "
-        "their number is no multiple of four; 0 for as they are",
+    narrow_groups: tuple[tuple[int, int, int], ...] = _measured(
+        ((7, 16, 0), (8, 32, 0), (16, 32, 4)),
+        "channels of a group at most, channels, groups",
+        "how wide narrow groups are made in training, but where their number is a multiple of the "
+        "last; none for as they are",
         page="h200-group-widths.md",
         alternative="the groups as they are",
         stage="import",
-        others=((0, 0),),
+        others=((),),
     )
     convolution_parts_in_place: bool = _measured(
         False,

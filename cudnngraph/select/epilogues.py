@@ -57,7 +57,7 @@ def apart(graph: CutGraph, nodes: Group, kernels: Kernels, *, torch_too: bool) -
     behind = tuple(node for node in nodes if node is not product)
     if not isinstance(kernels.choice(graph, behind), Choice):
         return None
-    more_us = _more_us(graph, nodes, product, behind, kernels)
+    more_us = _us(*_more_bytes(graph, nodes, product, behind, kernels))
     if more_us >= lost_us:
         return None
     reason = f"{lost}; a kernel behind it takes about {max(more_us, 0.0):.1f} us more"
@@ -88,11 +88,11 @@ def _of_convolution(graph: CutGraph, nodes: Group, kernels: Kernels) -> Apart | 
     behind = tuple(node for node in nodes if node is not anchor)
     if not isinstance(kernels.choice(graph, behind), Choice):
         return None
-    more = _more_bytes(graph, nodes, anchor, behind, kernels)[0]
+    more, joins = _more_bytes(graph, nodes, anchor, behind, kernels)
     reason = f"a kernel of its epilogue and of what reads that moves {-more} bytes less"
     if more >= 0:
         lost_us = _sigmoid_us(graph, anchor, behind)
-        more_us = _more_us(graph, nodes, anchor, behind, kernels)
+        more_us = _us(more, joins)
         if more_us >= lost_us:
             return None
         reason = (
@@ -178,11 +178,8 @@ def _has_aligned_rows(tensor: TensorSpec) -> bool:
     )
 
 
-def _more_us(
-    graph: CutGraph, nodes: Group, product: Node, behind: Group, kernels: Kernels
-) -> float:
-    """What a kernel behind the product takes, less what it saves."""
-    more, joins = _more_bytes(graph, nodes, product, behind, kernels)
+def _us(more: int, joins: bool) -> float:
+    """What a kernel behind an anchor takes that moves so many bytes more, or goes on to an op."""
     measured = rules()
     launch_us = 0.0 if joins else measured.kernel_launch_us
     return more / measured.kernel_bytes_per_us + launch_us

@@ -117,7 +117,7 @@ def step_row(case: Case) -> list[str]:
     calls, errors = [], []
     torch.backends.cudnn.benchmark = True
     for limit in (None, 0, 512, 1536):
-        narrow = (0, 0) if limit == 0 else rules.rules().narrow_groups_widths
+        narrow = () if limit == 0 else rules.rules().narrow_groups
         torch._dynamo.reset()
         run: Callable[..., torch.Tensor] = conv
         if limit is not None:
@@ -126,7 +126,7 @@ def step_row(case: Case) -> list[str]:
         def call(run: Callable[..., torch.Tensor] = run) -> object:
             return torch.autograd.grad(run(x), leaves, by)
 
-        limits = {"grouped_as_dense_max_channels": limit, "narrow_groups_widths": narrow}
+        limits = {"grouped_as_dense_max_channels": limit, "narrow_groups": narrow}
         rule = {} if limit is None else limits
         with (
             tempfile.TemporaryDirectory() as folder,

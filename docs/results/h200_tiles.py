@@ -37,6 +37,7 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select.bench import GpuBench
 from cudnngraph.select.config import FINAL_ROUNDS
+from cudnngraph.select.worker import from_choice
 
 Case = dict[str, Any]
 WIDE: tuple[int, ...] = (
@@ -207,13 +208,11 @@ def measure(case: Case, lock: Path) -> Case:
     rows = []
     for plan, took in zip(plans, times, strict=True):
         if not isinstance(took, str):
-            knobs = [list(knob) for knob in plan.choice.knobs]
-            rows.append([plan.choice.engine, knobs, round(took, 3)])
+            rows.append([*from_choice(plan.choice), round(took, 3)])
     first = min(proposals.candidates, key=lambda each: each.index).choice
-    named = [first.engine, [list(knob) for knob in first.knobs]]
     found, work = {"of": "drawn", "case": case}, work_of(spec)
     found |= {} if work is None else {"work": asdict(work)}
-    return found | {"first": named, "times": rows}
+    return found | {"first": from_choice(first), "times": rows}
 
 
 def main() -> None:

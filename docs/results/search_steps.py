@@ -36,6 +36,7 @@ from cudnngraph.ir.key import step_digest
 from cudnngraph.ir.spec import GraphSpec, Node
 from cudnngraph.ops.table import OPS
 from cudnngraph.select import heuristic, regions
+from cudnngraph.select.worker import from_choice
 
 Row = dict[str, Any]
 Steps = list[tuple[GraphSpec, Choice | None, float]]  # of one way: the steps, and their times
@@ -101,21 +102,22 @@ def _plans(ways: Sequence[Way]) -> list[Way]:
     return sorted(own, key=lambda way: way.rank)
 
 
-def _named(choice: Choice) -> list[Any]:
-    return [choice.engine, [list(knob) for knob in choice.knobs]]
-
-
 def tile_rows(name: str, noted: Noted) -> Iterator[Row]:
     """Plans that were timed alike, of steps whose work a model of tiles knows."""
     for spec, ways in noted.steps:
         work, plans = work_of(spec), _plans(ways)
         for final in (False, True):
             alike = [way for way in plans if way.final is final]
-            times = [[*_named(way.choice), round(way.us, 3)] for way in alike if way.choice]
+            times = [[*from_choice(way.choice), round(way.us, 3)] for way in alike if way.choice]
             if work is not None and len(times) > 1 and {4, 7} & {time[0] for time in times}:
                 first = plans[0].choice
                 assert first is not None
-                yield {"of": name, "work": asdict(work), "first": _named(first), "times": times}
+                yield {
+                    "of": name,
+                    "work": asdict(work),
+                    "first": from_choice(first),
+                    "times": times,
+                }
 
 
 def epilogue_rows(name: str, noted: Noted) -> Iterator[Row]:

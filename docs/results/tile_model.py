@@ -24,6 +24,7 @@ import torch
 from cudnngraph.backend import tiles
 from cudnngraph.backend.plan import Choice
 from cudnngraph.backend.tiles import Model, Tile, Work
+from cudnngraph.select.worker import to_choice
 
 Row = dict[str, Any]
 Times = dict[Choice, float]
@@ -57,10 +58,6 @@ SHAPES |= {(7, 21): (128, 128, 32), (7, 22): (128, 64, 32), (7, 23): (64, 128, 3
 SHAPES |= {(7, 24): (64, 64, 32), (7, 25): (128, 32, 32)}
 
 
-def choice_of(engine: int, knobs: Sequence[Sequence[Any]]) -> Choice:
-    return Choice(engine, tuple((name, value) for name, value in knobs))
-
-
 def shape_of(choice: Choice) -> tuple[int, int, int] | None:
     """The shape of a plan's tile if its configuration is all that it has."""
     if [name for name, _ in choice.knobs] != ["KERNEL_CFG"]:
@@ -76,8 +73,8 @@ def read(paths: Iterable[Path]) -> tuple[list[tuple[str, Work, Choice, Times]], 
         head = {name: data[name] for name in ("gpu", "cudnn", "sms", "capability")}
         for row in data["rows"]:
             if "times" in row and "work" in row:
-                times = {choice_of(engine, knobs): us for engine, knobs, us in row["times"]}
-                found.append((row["of"], Work(**row["work"]), choice_of(*row["first"]), times))
+                times = {to_choice(each[:2]): each[2] for each in row["times"]}
+                found.append((row["of"], Work(**row["work"]), to_choice(row["first"]), times))
     return found, head
 
 
@@ -140,7 +137,7 @@ def shares(
     for _, work, first, times in rows:
         if first in times and first.engine in (4, 7):
             choices = [first, *(each for each in times if each != first)]
-            better = model.best(work, choices, sms)
+            better = model.best(choices, [model.us(work, each, sms) for each in choices])
             taken = choices[better[0]] if better else first
             found.append((times[taken] / times[first], min(times.values()) / times[first]))
     return found

@@ -298,9 +298,6 @@ def _sliced(c: Importer, x: Value, dim: int, of: slice) -> Value:
     return x if of.stop - of.start == x.shape[dim] else c.g.slice(x, dim, of.start, of.stop)
 
 
-_WIDER_FROM = 8  # channels of a group; see ``narrow_groups_widths``
-
-
 def groups_together(groups: int, many: int, results: int, window: int) -> int | None:
     """How many groups of ``many`` channels and so many results one dense convolution has; None
     where cuDNN's engines for groups are faster.
@@ -319,11 +316,14 @@ def groups_together(groups: int, many: int, results: int, window: int) -> int | 
 
 def narrow_together(groups: int, many: int, results: int) -> int | None:
     """How many narrow groups are one, for a convolution that trains; None for as they are."""
-    narrow, wide = rules().narrow_groups_widths
-    together = (narrow if many < _WIDER_FROM else wide) // many
-    if many == 1 or many != results or together < 2 or groups % together:
-        return None
-    return together if many <= _WIDER_FROM or groups % 4 else None
+    for most, wide, number in rules().narrow_groups:
+        if many <= most:
+            together = wide // many
+            left = number and groups % number == 0
+            if many == 1 or many != results or together < 2 or groups % together or left:
+                return None
+            return together
+    return None
 
 
 def dense_value(c: Importer, weight: Value, groups: int, together: int, x: Value) -> Value:

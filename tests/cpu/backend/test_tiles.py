@@ -81,6 +81,20 @@ def test_what_was_not_measured_is_not_predicted(made: Callable[[], Any], why: st
     assert work_of(made()) is None, why
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(0, 8), (5, 0), (0, 0)])
+def test_a_product_of_nothing_is_ranked(
+    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = cg.Graph("nothing")
+    g.output("y", g.matmul(g.input("x", (rows, 64), F16), g.input("w", (64, columns), F16)))
+    work = work_of(g.spec())
+    assert work is not None and (work.rows, work.columns) == (rows, columns)
+    monkeypatch.setattr(env, "cudnn_version", lambda: V919)
+    before = ranked(choice(23), choice(2), choice(10))
+    after = fastest_tile_first(before, g.spec(), H200, SMS)
+    assert sorted(each.index for each in after) == [0, 1, 2]
+
+
 def attention() -> cg.GraphSpec:
     g = cg.Graph("attention")
     q = g.input("q", (2, 4, 64, 64), F16)
@@ -122,10 +136,14 @@ def model(**changed: Any) -> Model:
 WORK = Work(1000, 200, 100, 1, 0, 0, 0, 0.5)
 
 
+def best(known: Model, ranked: list[Choice]) -> tuple[int, float] | None:
+    return known.best(ranked, [known.us(WORK, each, SMS) for each in ranked])
+
+
 def test_the_fastest_known_tile_is_taken() -> None:
     ranked = [choice(1), Choice(0, ()), choice(4), choice(2), choice(3)]
-    assert model().best(WORK, ranked, SMS) == (3, 0.8)  # 3 is faster, and too uncertain
-    assert model(largest_error=1.0).best(WORK, ranked, SMS) == (4, 0.5)
+    assert best(model(), ranked) == (3, 0.8)  # 3 is faster, and too uncertain
+    assert best(model(largest_error=1.0), ranked) == (4, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +158,7 @@ def test_the_fastest_known_tile_is_taken() -> None:
     ],
 )
 def test_cudnn_s_first_is_kept(ranked: list[Choice]) -> None:
-    assert model().best(WORK, ranked, SMS) is None
+    assert best(model(), ranked) is None
 
 
 def test_a_model_is_of_one_version_and_capability() -> None:

@@ -94,7 +94,9 @@ def test_grouped_convolutions_of_any_kind_train(seed: int, convolutions: list[No
         model.grouped.requires_grad_(False)
     limit = draw.choice((0, 2 * many, groups * many, 512))
     widths = draw.choice(((0, 0), (8, 16), (16, 32)))
-    with rules.changed(grouped_as_dense_max_channels=limit, narrow_groups_widths=widths):
+    table = tuple(zip((7, 8, 16), (widths[0], widths[1], widths[1]), (0, 0, 4), strict=True))
+    narrow_groups = table if any(widths) else ()
+    with rules.changed(grouped_as_dense_max_channels=limit, narrow_groups=narrow_groups):
         trains(model.to(dtype), x.to(dtype), dtype)
     alone = limit == 0 or (many == results and many & (many - 1) == 0 and window != 1)
     kinds = {node.attr("groups") for node in convolutions} - {1}
