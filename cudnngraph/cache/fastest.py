@@ -1,4 +1,5 @@
-"""What was measured fastest for a step of any graph, for choices that measure nothing.
+"""What was measured fastest for a step of any graph, for choices that measure nothing: which plan,
+and whether as one plan, by torch, or its product apart from what stands behind it.
 
 A step of this graph may have been measured within another one, by a search on this machine or by
 the run that made the seeds. The same step and policy are asked for, so that whatever the policy
@@ -9,7 +10,7 @@ step that multiplies no float32, in a graph of which another step does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -25,8 +26,8 @@ from ..ir.key import graph_key
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from ..select.decision import StepPlan
-from ..select.remembered import fastest
-from ..select.worker import from_choice, to_choice
+from ..select.remembered import fastest, settled_way
+from ..select.settled import NoPlan, Way, from_way, settled, to_way
 from . import near
 from .codec import env_components
 from .measured import Measured
@@ -52,7 +53,8 @@ class Fastest:
     @cached_property
     def _seeds(self) -> list[tuple[str, Mapping[str, Any], str]]:
         """The lists of seeds' steps that may serve here, the nearest first: the digest of the
-        environment, the choices, and what is to be said of one."""
+        environment, how steps are settled, and what is to be said of
+        that."""
         here, found = env_components(env.env_key(self._index)), []
         for listed in self._store.seed_steps():
             try:
@@ -68,35 +70,50 @@ class Fastest:
 
     def __call__(self, spec: GraphSpec) -> tuple[Choice, str] | None:
         """The choice for a step and what it is known from, or None."""
-        alike = (bool(self._policy.allow_tf32),) if multiplies_float32(spec) else (False, True)
-        found = fastest([row for allowed in alike for row in self._kept[allowed].timed(spec)])
+        rows = [row for allowed in self._alike(spec) for row in self._kept[allowed].timed(spec)]
+        found = fastest(rows)
         if found is not None:
             return found, BEFORE
+        return next(
+            ((way, said) for way, said in self._listed(spec) if isinstance(way, Choice)), None
+        )
+
+    def settled(self, spec: GraphSpec) -> tuple[NoPlan, str] | None:
+        """Whether a choice by measurement has torch run a step, or its product apart, and what that
+        is known from. None where it takes a plan, or none was made: the rules decide."""
+        rows = [row for allowed in self._alike(spec) for row in self._kept[allowed].timed(spec)]
+        way = settled_way(rows)
+        way, said = (way, BEFORE) if way is not None else next(self._listed(spec), (None, ""))
+        return None if way is None or isinstance(way, Choice) else (way, said)
+
+    def _alike(self, spec: GraphSpec) -> tuple[bool, ...]:
+        """What may have been said of TF32 where the step was measured."""
+        return (bool(self._policy.allow_tf32),) if multiplies_float32(spec) else (False, True)
+
+    def _listed(self, spec: GraphSpec) -> Iterator[tuple[Way, str]]:
+        """What seeds say of a step, the nearest first."""
         try:
             key = _key(spec, self._policy) if self._seeds else ""
         except UnkeyableError:
-            return None
-        for environment, choices, said in self._seeds:
+            return
+        for environment, ways, said in self._seeds:
             try:
-                listed = choices.get(entry_id(key, environment))
+                listed = ways.get(entry_id(key, environment))
                 if listed is not None:
-                    return to_choice(listed), said
+                    yield to_way(listed), said
             except (TypeError, ValueError):
-                continue  # what is no choice
-        return None
+                continue  # what is no way
 
 
 def listed_steps(
-    record: PlanRecord, steps: tuple[StepPlan, ...], policy: Policy
-) -> dict[str, list[object]]:
-    """What a list of the steps of seeds says of a record: the choice of cuDNN's for each step that
-    was measured, by the step's id."""
-    found: dict[str, list[object]] = {}
-    for step in steps if near.is_measured(record) else ():
-        if step.choice is not None and step.kind == "cudnn" and step.time_us is not None:
-            id = entry_id(_key(step.spec, policy), record.env_digest)
-            found[id] = from_choice(step.choice)
-    return found
+    record: PlanRecord, spec: GraphSpec, steps: Sequence[StepPlan], policy: Policy
+) -> dict[str, object]:
+    """What a list of the steps of seeds says of a record for the legal graph ``spec``: how each
+    step is settled, by the step's id."""
+    if not near.is_measured(record):
+        return {}
+    ways = settled(spec, steps)
+    return {entry_id(_key(part, policy), record.env_digest): from_way(way) for part, way in ways}
 
 
 def _key(spec: GraphSpec, policy: Policy) -> str:

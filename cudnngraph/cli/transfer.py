@@ -22,11 +22,12 @@ from plans_cache import Hit, PlanRecord, PlanStore, RecordError, from_json
 from plans_cache.record import MAX_RECORD_BYTES, Components
 from plans_cache.store import MAX_BLOB_BYTES, SEED_FAMILIES, SeedSteps
 
+from ..cache.codec import legal_of
 from ..cache.fastest import listed_steps
 from ..device import files
 from ..explain.text import clean
 from .records import CacheError, Stored
-from .verify import check_graph, policy_of
+from .verify import check_graph, graph_of, policy_of
 
 HEAD = b'{"cudnngraph_plans":1}'
 MAX_FILE_BYTES = 4 << 30
@@ -132,9 +133,12 @@ def _of_file(file: Path, env: Components) -> SeedSteps:
 
 
 def _steps_of(record: PlanRecord) -> dict[str, Any]:
-    """The choices of a record by its steps; none if it does not fit its graph any more."""
+    """How a record's steps are settled; none if it does not fit its graph any more."""
     _, steps = check_graph(record)
-    return listed_steps(record, steps, policy_of(record)) if steps else {}
+    if not steps:
+        return {}
+    policy = policy_of(record)
+    return listed_steps(record, legal_of(record, graph_of(record), policy), steps, policy)
 
 
 def seed_folder(gpu: str) -> str:

@@ -43,7 +43,8 @@ from ..select.guard import Builder, GuardedBench, how
 from ..select.heuristic import Builds, Cut, by_torch, choose, reference_only
 from ..select.kernels import Kernels
 from ..select.progress import progress_bar
-from ..select.remembered import RememberedBench
+from ..select.remembered import RememberedBench, keep_settled
+from ..select.settled import settled
 from .executable import Executable
 from .first_launch import FirstRun
 from .process import PROCESS, cache_stats
@@ -188,24 +189,21 @@ def _chosen(
             return _searched(spec, device, policy, hints)
         if begun is not None:
             return begun.cut.selection()
-        first = _builder(policy, device.index)
+        first, given, kernels = _builds(policy, device.index)
         try:
-            return choose(legalize(spec, policy), policy, *_builds(first, policy, device.index))
+            return choose(legalize(spec, policy), policy, given, kernels)
         finally:
             first.cancel()
 
     return lookup.selection_for(spec, policy, key, device.index, build)
 
 
-def _builder(policy: Policy, index: int) -> Builder:
-    kept = lookup.Rejected(index)
-    return Builder(policy, index, kept, Fastest(lookup.store(), policy, index))
-
-
-def _builds(first: Builder, policy: Policy, index: int) -> tuple[Builds, Kernels | None]:
-    """What a choice without measuring builds by."""
-    builds = Builds(first, first.expect, first.kernels, first.expect_kernels)
-    return builds, Kernels.on(index) if policy.kernels else None
+def _builds(policy: Policy, index: int) -> tuple[Builder, Builds, Kernels | None]:
+    """What a choice without measuring builds by, and what has that built."""
+    fastest = Fastest(lookup.store(), policy, index)
+    first = Builder(policy, index, lookup.Rejected(index), fastest)
+    given = first, first.expect, first.kernels, first.expect_kernels, fastest.settled
+    return first, Builds(*given), Kernels.on(index) if policy.kernels else None
 
 
 def _searched(
@@ -225,6 +223,9 @@ def _searched(
             )
         finally:
             bench.rest()
+        if policy.kernels and not brief:
+            legal = legalize(spec, policy, found.instead)
+            keep_settled(Measured(policy, device.index), settled(legal, found.steps))
     _log.info("search of '%s', %d steps: %s", spec.name, len(found.steps), effort)
     first, *others = found.steps
     spent = Decision(SEARCH, True, str(effort))
@@ -364,9 +365,9 @@ def begin(
     with torch.cuda.device(place):
         if lookup.near_entries(key, place.index):
             return None  # they come first
-        first = _builder(resolved, place.index)
+        first, given, kernels = _builds(resolved, place.index)
         graph = CutGraph(legalize(canonical(spec), resolved))
-        cut = Cut(graph, resolved, *_builds(first, resolved, place.index))
+        cut = Cut(graph, resolved, given, kernels)
         cut.begin()
     return Begun(first, cut)
 

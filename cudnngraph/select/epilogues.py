@@ -21,6 +21,7 @@ from ..ops.table import OPS
 from ..partition.analysis import CutGraph, Group
 from ..partition.cuts import subgraph_of
 from .kernels import Kernels
+from .settled import APART, TORCH, NoPlan
 
 MOST_VIEWS = 4  # between a kernel and what reads it
 
@@ -62,6 +63,20 @@ def apart(graph: CutGraph, nodes: Group, kernels: Kernels, *, torch_too: bool) -
         return None
     reason = f"{lost}; a kernel behind it takes about {max(more_us, 0.0):.1f} us more"
     return Apart((), (product,), behind, False, reason)
+
+
+def as_settled(
+    graph: CutGraph, nodes: Group, kernels: Kernels, way: NoPlan, reason: str, *, torch_too: bool
+) -> Apart | None:
+    """How nodes are parted where that is settled by measurement. What cannot be so here follows
+    :func:`apart`."""
+    if way == TORCH and torch_too:
+        return Apart((), nodes, (), True, reason)
+    front = tuple(node for node in nodes if graph.is_anchor(node))
+    behind = tuple(node for node in nodes if node not in front)
+    if way == APART and isinstance(kernels.choice(graph, behind), Choice):
+        return Apart((), front, behind, False, reason)
+    return apart(graph, nodes, kernels, torch_too=torch_too)
 
 
 def _of_convolution(graph: CutGraph, nodes: Group, kernels: Kernels) -> Apart | None:

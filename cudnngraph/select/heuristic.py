@@ -26,13 +26,15 @@ from .decision import ALIAS, NO_KERNELS, Decision, Selection, StepPlan
 from .epilogues import Apart
 from .kernels import Item, Kernels, arranged
 from .rules import why_not_cudnn, why_split
+from .settled import NoPlan
 
 Build = Callable[[GraphSpec], "tuple[Plan, tuple[Outcome, ...]]"]
+Settled = Callable[[GraphSpec], "tuple[NoPlan, str] | None"]
 Checked = Callable[[Sequence[tuple[GraphSpec, Choice]]], "list[Plan | str]"]
 
 GENERATED = "a generated kernel"
 BETWEEN = "a kernel is generated for what lies between plans"
-BY_TORCH = "one call of torch's, which cuBLASLt runs"
+BY_TORCH = "one call of torch's"
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,15 @@ class Builds:
 
     ``plan(spec)`` gives the first plan that the policy allows; ``expect(specs)`` is told what will
     be asked of it soon, so that it can build several at a time. ``checked`` builds generated
-    kernels, None for none; ``expect_kernels`` is told which may be asked for.
+    kernels, None for none; ``expect_kernels`` is told which may be asked for. ``settled(spec)``
+    tells whether a choice by measurement has no plan for a step, and what that is known from.
     """
 
     plan: Build
     expect: Callable[[Iterable[GraphSpec]], None] = lambda parts: None
     checked: Checked | None = None
     expect_kernels: Callable[[Iterable[tuple[GraphSpec, Choice]]], None] = lambda parts: None
+    settled: Settled = lambda spec: None
 
 
 def by_torch(spec: GraphSpec) -> Selection | None:
@@ -196,11 +200,18 @@ class Cut:
         if kernels is None or kernels.why_none is not None:
             return None
         if nodes not in self._ways_apart:
-            way = None
-            if why_split(subgraph_of(self._graph, nodes)) is None:
-                way = epilogues.apart(self._graph, nodes, kernels, torch_too=self._torch_too)
-            self._ways_apart[nodes] = way
+            self._ways_apart[nodes] = self._way_apart(nodes, kernels)
         return self._ways_apart[nodes]
+
+    def _way_apart(self, nodes: Group, kernels: Kernels) -> Apart | None:
+        part = subgraph_of(self._graph, nodes)
+        if why_split(part) is not None:
+            return None
+        given = self._graph, nodes, kernels
+        found = self._builds.settled(part)
+        if found is None:
+            return epilogues.apart(*given, torch_too=self._torch_too)
+        return epilogues.as_settled(*given, *found, torch_too=self._torch_too)
 
     def _resolve_apart(self, way: Apart, earlier: tuple[Decision, ...]) -> None:
         """Choose for a product and what is apart from it; its step tells what was decided."""

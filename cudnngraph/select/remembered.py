@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -21,9 +21,11 @@ from ..ir.spec import GraphSpec
 from .bench import Bench
 from .config import FINAL_ROUNDS, TIE_RATIO
 from .effort import Effort
+from .settled import Way, from_way, to_way
 
 Row = Mapping[str, Any]
 RANKING = "ranking"  # what a row of cuDNN's candidates says that it is
+SETTLED = "settled"  # and a row of how a choice by measurement runs a step
 _MOST_INT = 1 << 62
 
 
@@ -57,6 +59,7 @@ class _Step:
         self.right: set[Choice] = set()
         self.times: dict[tuple[str, frozenset[Choice | None]], dict[Choice | None, float]] = {}
         self.chains: dict[str, list[float]] = {}
+        self.way: Way | None = None
         self.real: dict[Choice, Plan | str] = {}
         self.inner: Any = None  # its candidates as cuDNN has them in this process, or its refusal
         for row in rows:
@@ -82,6 +85,8 @@ class _Step:
             self.times[str(row["rounds"]), frozenset(choices)] = times
         elif row["what"] == "chains":
             self.chains[str(row["chains"])] = list(map(_time, row["times"]))
+        elif row["what"] == SETTLED:
+            self.way = to_way(row["way"])
 
 
 def _whole(value: Any) -> int:
@@ -148,6 +153,19 @@ def fastest(rows: Sequence[Row]) -> Choice | None:
         return None
     near = [each for each in found if found[each] <= TIE_RATIO * min(found.values())]
     return min(near, key=lambda each: (step.workspaces[each], found[each]))
+
+
+def keep_settled(memo: Memo, ways: Iterable[tuple[GraphSpec, Way]]) -> None:
+    """Tell a memo how steps are settled, as far as its times do not say so."""
+    for spec, way in ways:
+        known = settled_way(memo.of(spec))
+        if known != way and not (known is None and isinstance(way, Choice)):
+            memo.add(spec, {"what": SETTLED, "way": from_way(way)})
+
+
+def settled_way(rows: Sequence[Row]) -> Way | None:
+    """How rows say that a step is settled, None if they do not."""
+    return _Step(rows).way
 
 
 class RememberedBench:

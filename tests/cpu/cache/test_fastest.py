@@ -21,12 +21,19 @@ from cudnngraph.cli import records, transfer
 from cudnngraph.errors import UnkeyableError
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.key import graph_key
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.partition.analysis import CutGraph
+from cudnngraph.partition.cuts import subgraph_of
 from cudnngraph.rewrite.passes import legalize
+from cudnngraph.runtime import compile as compile_module
 from cudnngraph.select.decision import Selection, StepPlan
+from cudnngraph.select.kernels import Kernels
+from cudnngraph.select.remembered import keep_settled
+from cudnngraph.select.settled import APART, TORCH
 from plans_cache import PlanStore
 from plans_cache.record import digest, entry_id
 from plans_cache.store import SEED_STEPS, SeedSteps
-from tests.fakes import H200, World
+from tests.fakes import H200, FakePlan, World
 
 F16 = torch.float16
 POLICY = cg.Policy(allow_tf32=False, kernels=False, tune="autotune")
@@ -299,13 +306,13 @@ def test_a_refused_choice_falls_back_to_the_ranking_without_an_error(
 @pytest.mark.parametrize(
     "change",
     [
-        {"choice": None, "verified": None},
         {"choice": Choice(KERNEL, ())},
         {"time_us": None},
+        {"choice": None, "verified": None, "time_us": None},
     ],
-    ids=["torch", "kernel", "untimed"],
+    ids=["kernel", "untimed", "untimed torch"],
 )
-def test_what_is_no_measured_plan_of_cudnns_is_not_listed(
+def test_what_is_not_settled_is_not_listed(
     change: dict[str, Any], world: World, ship: Ship
 ) -> None:
     kept(layer(), **change)
@@ -313,6 +320,75 @@ def test_what_is_no_measured_plan_of_cudnns_is_not_listed(
     assert SeedSteps.of(listing(world).read_bytes()).choices == {}
     model().compile("cuda:0")
     assert world.ahead == [None, None]
+
+
+def apart(spec: GraphSpec) -> Selection:
+    """A choice by measurement, in which the convolution is apart from a kernel behind it."""
+    legal = legalize(spec, POLICY)
+    cut = CutGraph(legal)
+    front, behind = ([node] for node in legal.nodes)
+    verified = Verified(1e-4, "NVIDIA H200", 91900, "1.28.0", "2.13")
+    generated = Choice(KERNEL, ())
+    steps = (
+        StepPlan(subgraph_of(cut, front), None, 0, (), 5.0),
+        StepPlan(subgraph_of(cut, behind), generated, 0, (), 2.0, verified),
+    )
+    return Selection(steps, (None, FakePlan(generated)))
+
+
+def parted(graph: cg.Graph) -> None:
+    """An entry of such a search."""
+    spec = canonical(graph.spec())
+    chosen = apart(spec)
+    lookup.store().put(codec.to_record(spec, graph_key(spec, POLICY), H200, POLICY, chosen))
+
+
+def test_seeds_say_what_torch_runs_and_what_is_apart(world: World, ship: Ship) -> None:
+    """Of a step with a product; a plan that ships elsewhere is for who asks for a plan."""
+    kept(layer(), choice=None, verified=None)
+    parted(layer(4))
+    find = fastest.Fastest(ship(), POLICY, 0)
+    whole, other = (legalize(canonical(layer(batch).spec()), POLICY) for batch in (2, 4))
+    alone = subgraph_of(CutGraph(other), other.nodes[:1])
+    assert find.settled(whole) == (TORCH, fastest.SEED) == find.settled(alone)
+    assert find.settled(other) == (APART, fastest.SEED)
+    assert find(whole) is None and find(other) is None and find(alone) is None
+    memo = Measured(POLICY, 0)
+    keep_settled(memo, [(other, TORCH)])
+    assert find.settled(other) == (TORCH, fastest.BEFORE)
+    keep_settled(memo, [(other, SEEDED)])
+    assert find.settled(other) is None, "a plan, as was measured here at last"
+    assert find.settled(legalize(canonical(layer(8).spec()), POLICY)) is None
+
+
+def test_a_settled_seed_of_a_near_environment_serves(world: World, ship: Ship) -> None:
+    parted(layer())
+    find = fastest.Fastest(ship(ELSEWHERE["gpu"]), POLICY, 0)
+    whole = legalize(canonical(layer().spec()), POLICY)
+    assert find.settled(whole) == (APART, fastest.NEAR_SEED.format(SAID["gpu"]))
+
+
+def test_what_seeds_settle_is_followed_within_a_larger_graph(
+    world: World, ship: Ship, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where kernels are generated, which this machine only says."""
+    kept(layer(), choice=None, verified=None)
+    ship()
+    monkeypatch.setattr(Kernels, "on", lambda index: Kernels(132))
+    exe = model().compile("cuda:0", kernels=True)
+    assert [(step.kind, step.spec.nodes[-1].op) for step in exe.steps][-1] == ("torch", "relu")
+    assert fastest.SEED in [each.reason for each in exe.steps[-1].decisions]
+
+
+def test_a_search_keeps_what_it_settles(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it had kernels to choose from."""
+    monkeypatch.setattr(Kernels, "on", lambda index: Kernels(132))
+    monkeypatch.setattr(compile_module, "by_measurement", lambda spec, *rest, **more: apart(spec))
+    find = fastest.Fastest(lookup.store(), POLICY, 0)
+    whole = [legalize(canonical(layer(batch).spec()), POLICY) for batch in (2, 4)]
+    for batch, kernels in ((2, True), (4, False)):
+        layer(batch).compile("cuda:0", tune="autotune", kernels=kernels)
+    assert [find.settled(each) for each in whole] == [(APART, fastest.BEFORE), None]
 
 
 def test_untuned_records_list_no_steps(world: World, ship: Ship) -> None:

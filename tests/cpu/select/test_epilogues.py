@@ -16,6 +16,7 @@ import cudnngraph as cg
 from cudnngraph.backend.plan import Choice
 from cudnngraph.device.rules import changed
 from cudnngraph.ir import wire
+from cudnngraph.ir.key import step_digest
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.analysis import CutGraph, compute_nodes
 from cudnngraph.rewrite.passes import legalize
@@ -24,6 +25,7 @@ from cudnngraph.select import epilogues, heuristic
 from cudnngraph.select.decision import Selection
 from cudnngraph.select.epilogues import Apart, apart
 from cudnngraph.select.kernels import Kernels
+from cudnngraph.select.settled import APART, TORCH, NoPlan
 from tests import blocks, generated, numerics, random_graphs
 from tests.fakes import FakePlan, builder
 from tests.scripts import loaded
@@ -273,7 +275,10 @@ def test_a_bias_is_cast_with_the_weights_where_those_are() -> None:
 
 
 def chosen(
-    spec: GraphSpec, kernel: str | None = None, policy: cg.Policy = POLICY
+    spec: GraphSpec,
+    kernel: str | None = None,
+    policy: cg.Policy = POLICY,
+    settled: heuristic.Settled = lambda spec: None,
 ) -> tuple[Selection, list[str]]:
     """The choice where cuDNN takes everything; ``kernel`` says why none can be had, "" none yet."""
     asked: list[str] = []
@@ -289,7 +294,7 @@ def chosen(
 
     kernels = None if kernel == "" else Kernels(132)
     legal = legalize(spec, policy)
-    builds = heuristic.Builds(build, expect, checked)
+    builds = heuristic.Builds(build, expect, checked, settled=settled)
     made = heuristic.choose(legal, policy, builds, kernels)
     return made, asked
 
@@ -303,6 +308,53 @@ def test_a_product_and_a_kernel_are_steps_and_the_reason_is_kept() -> None:
     assert steps(made) == [("cudnn", "matmul"), ("kernel", "add add")]
     first = made.steps[0].decisions[0]
     assert not first.accepted and "compiled at run time" in first.reason
+
+
+def as_settled(spec: GraphSpec, way: NoPlan) -> heuristic.Settled:
+    """A choice by measurement knows the whole graph."""
+    digest = step_digest(legalize(spec, POLICY))
+    return lambda part: (way, "measured") if step_digest(part) == digest else None
+
+
+def test_what_was_measured_is_followed_in_place_of_the_rule() -> None:
+    whole, parted = layer(act="silu"), layer(residual=BF16)
+    made, _ = chosen(whole, settled=as_settled(whole, APART))
+    assert steps(made) == [("cudnn", "matmul"), ("kernel", "add silu")]
+    assert made.steps[0].decisions[0].reason == "measured"
+    for each in (whole, parted):
+        made, _ = chosen(each, settled=as_settled(each, TORCH))
+        assert [kind for kind, _ in steps(made)] == ["torch"]
+        assert [d.reason for d in made.steps[0].decisions] == ["measured", heuristic.BY_TORCH]
+
+
+def test_what_was_measured_of_the_product_alone_is_followed_where_it_is_apart() -> None:
+    spec = layer(act="silu")
+    first, product = as_settled(spec, APART), as_settled(bare(), TORCH)
+    made, _ = chosen(spec, settled=lambda part: first(part) or product(part))
+    assert steps(made) == [("torch", "matmul"), ("kernel", "add silu")]
+
+
+def bare() -> GraphSpec:
+    g = cg.Graph("bare")
+    g.output("y", g.matmul(g.input("x", (8192, 3072), BF16), g.input("w", (3072, 768), BF16)))
+    return g.spec()
+
+
+def test_what_was_measured_is_followed_as_far_as_the_policy_and_kernels_let_it() -> None:
+    spec, call = layer(act="silu"), layer(8192, 4096, 4096, act="relu")
+    policy = cg.Policy(allow_tf32=False, deterministic=True)
+    for way in (TORCH, APART):
+        settled = as_settled(spec, way)
+        assert steps(chosen(spec, "", settled=settled)[0]) == [("cudnn", "matmul add silu")]
+    made, _ = chosen(spec, policy=policy, settled=as_settled(spec, TORCH))
+    assert steps(made) == [("cudnn", "matmul add silu")]
+    none = Kernels(132, "there is no NVRTC")
+    graph = CutGraph(legalize(call, POLICY))
+    nodes = compute_nodes(graph.spec.nodes)
+    found = epilogues.as_settled(graph, nodes, none, APART, "measured", torch_too=True)
+    assert found is not None and found.by_torch, "by the rule: there is no kernel"
+    made, _ = chosen(spec, "it does not compile", settled=as_settled(spec, APART))
+    assert steps(made) == [("cudnn", "matmul"), ("cudnn", "add silu")]
 
 
 def test_without_kernels_nothing_is_parted() -> None:
