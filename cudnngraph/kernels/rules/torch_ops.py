@@ -284,6 +284,52 @@ def _remainder(a: str, b: str) -> str:
     return f"({left} != 0.0f && ({left} < 0.0f) != ({b} < 0.0f) ? {left} + {b} : {left})"
 
 
+def _step(a: str, b: str) -> str:
+    return f"({a} == 0.0f ? {b} : (float)({a} > 0.0f))"
+
+
+def _logit(given: Given, result: TensorSpec) -> Value:
+    """log(x / (1 - x)), of x within [eps, 1 - eps] where eps is given."""
+    x, eps = _operand(given["self"], "float"), given.get("eps")
+    if eps is not None:
+        least, most = number(float(eps)), number(1.0 - float(eps))
+        x = mapped(lambda a: f"({a} < {least} ? {least} : {a} > {most} ? {most} : {a})", x)
+    return mapped(lambda a: f"logf({a} / (1.0f - {a}))", x)
+
+
+def _nan_to_num(given: Given, result: TensorSpec) -> Value:
+    """Numbers in place of NaN and infinities; by default 0 and the dtype's largest and least."""
+    limits = torch.finfo(result.dtype)
+    instead = {"nan": 0.0, "posinf": limits.max, "neginf": limits.min}
+    asked = {name: given[name] for name in instead if given.get(name) is not None}
+    nan, most, least = (number(float({**instead, **asked}[name])) for name in instead)
+    large = "0x1.fffffep127f"
+
+    def code(a: str) -> str:
+        return f"({a} != {a} ? {nan} : {a} > {large} ? {most} : {a} < -{large} ? {least} : {a})"
+
+    return mapped(code, _operand(given["self"], "float"))
+
+
+def _softshrink(given: Given, result: TensorSpec) -> Value:
+    by = number(float(given.get("lambd", 0.5)))
+
+    def code(a: str) -> str:
+        return f"({a} > {by} ? {a} - {by} : {a} < -{by} ? {a} + {by} : {a} * 0.0f)"
+
+    return mapped(code, _operand(given["self"], "float"))
+
+
+def _rrelu(given: Given, result: TensorSpec) -> Value:
+    """Outside of training, where nothing is drawn: the mean of the slopes."""
+    if given.get("training"):
+        raise Refused("slopes that are drawn")
+    slope = number((float(given.get("lower", 1 / 8)) + float(given.get("upper", 1 / 3))) / 2)
+    return mapped(
+        lambda a: f"({a} <= 0.0f ? {a} * {slope} : {a})", _operand(given["self"], "float")
+    )
+
+
 def _scaled(sign: str) -> TorchRule:
     """self + value * tensor1 (* or /) tensor2"""
 
@@ -380,27 +426,34 @@ _FUNCTIONS = {
     **{name: f"{name}f" for name in ("log10", "erfc", "floor", "ceil", "trunc")},
     "round": "rintf",  # halves to even numbers
 }
+_PI = number(math.pi)
 _OF_ONE: Mapping[str, Callable[[str], str]] = {
     "frac": lambda x: f"({x} - truncf({x}))",
+    "deg2rad": lambda x: f"({x} * {number(math.pi / 180)})",
+    "rad2deg": lambda x: f"({x} * {number(180 / math.pi)})",
+    "sinc": lambda x: f"({x} == 0.0f ? 1.0f : sinf({_PI} * {x}) / ({_PI} * {x}))",
     "sign": lambda x: f"(float)((0.0f < {x}) - ({x} < 0.0f))",
 }
 _TESTS: Mapping[str, Callable[[str], str]] = {
     "isnan": lambda x: f"({x} != {x})",
     "isinf": lambda x: f"(fabsf({x}) > 0x1.fffffep127f)",
     "isfinite": lambda x: f"(fabsf({x}) <= 0x1.fffffep127f)",
+    "signbit": lambda x: f"(copysignf(1.0f, {x}) < 0.0f)",
 }
 _OF_PAIRS: Mapping[str, Callable[[str, str], str]] = {
     "atan2.default": lambda a, b: f"atan2f({a}, {b})",
     "hypot.default": lambda a, b: f"hypotf({a}, {b})",
     "copysign.Tensor": lambda a, b: f"copysignf({a}, {b})",
+    "fmax.default": lambda a, b: f"fmaxf({a}, {b})",
+    "fmin.default": lambda a, b: f"fminf({a}, {b})",
     "fmod.Tensor": lambda a, b: f"fmodf({a}, {b})",
     "fmod.Scalar": lambda a, b: f"fmodf({a}, {b})",
     "remainder.Tensor": _remainder,
     "remainder.Scalar": _remainder,
 }
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_LOGICAL = {"logical_and": "&&", "logical_or": "||"}
-_BITWISE = {"bitwise_and": "&&", "bitwise_or": "||"}
+_LOGICAL = {"logical_and": "&&", "logical_or": "||", "logical_xor": "!="}
+_BITWISE = {"bitwise_and": "&&", "bitwise_or": "||", "bitwise_xor": "!="}
 
 RULES: Mapping[str, TorchRule] = {
     "aten.embedding.default": _embedding,
@@ -422,6 +475,11 @@ RULES: Mapping[str, TorchRule] = {
         for name, code in _TESTS.items()
     },
     **{f"aten.{name}": _of_floats(code, "self", "other") for name, code in _OF_PAIRS.items()},
+    "aten.heaviside.default": _of_floats(_step, "self", "values"),
+    "aten.logit.default": _logit,
+    "aten.nan_to_num.default": _nan_to_num,
+    "aten.softshrink.default": _softshrink,
+    "aten.rrelu.default": _rrelu,
     "aten.lerp.Tensor": _of_floats(_between, "self", "end", "weight"),
     "aten.lerp.Scalar": _of_floats(_between, "self", "end", "weight"),
     "aten.addcmul.default": _scaled("*"),

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...graph.value import Value
+from ...ops.base import FLOATS
+
 if TYPE_CHECKING:
     from ..convert import Importer
 
@@ -38,3 +41,18 @@ def first(a: Arguments) -> Any:
 def reads(node: torch.fx.Node, place: int) -> bool:
     """Whether something reads this one of a node's results."""
     return any(user.args[1] == place for user in node.users)
+
+
+def cast_to(c: Importer, value: Value, dtype: torch.dtype) -> Value:
+    """A value of any dtype as torch casts it, for which a kernel is generated."""
+    form = (("dtype", ("dtype", str(dtype).removeprefix("torch."))),)
+    made: Value = c.g.aten([value], "aten._to_copy.default", (("tensor", 0),), form)
+    return made
+
+
+def promoted(c: Importer, given: Any) -> Any:
+    """An operand of an op that makes floats: whole numbers and bools become floats first."""
+    made = c.node.meta["val"].dtype
+    if not (c.kernels and isinstance(given, Value) and made in FLOATS) or given.dtype in FLOATS:
+        return given
+    return cast_to(c, given, made)

@@ -9,7 +9,7 @@ import torch
 
 from ...graph.value import Value
 from ...ops import meta as forms
-from .base import Arguments, Rule, Skip
+from .base import Arguments, Rule, Skip, cast_to
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -29,9 +29,7 @@ def _ends(c: Importer, given: Any) -> Value:
     ends = c.value(given)
     if ends.dtype == torch.int32:
         return ends
-    form = (("dtype", ("dtype", "int32")),)
-    made: Value = c.g.aten([ends], "aten._to_copy.default", (("tensor", 0),), form)
-    return made
+    return cast_to(c, ends, torch.int32)
 
 
 def _grouped_mm(c: Importer, a: Arguments) -> Value:

@@ -10,10 +10,11 @@ import torch
 
 from ...graph.builder import Graph
 from ...graph.value import Value
-from ...ops.base import LOW_PRECISION
+from ...ops.aten import encode
+from ...ops.base import FLOATS, LOW_PRECISION
 from ...ops.pointwise import SOFTPLUS_THRESHOLD
 from ..norm_patterns import match_normalize
-from .base import Arguments, Rule, Skip, first, gives_many, reads
+from .base import Arguments, Rule, Skip, first, gives_many, promoted, reads
 from .norm import written_norm
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def _add(c: Importer, a: Arguments) -> Value:
     cuDNN has precompiled engines for the order convolution, residual, bias, activation, and a bias
     on both sides is one bias.
     """
-    x, y = c.operand(a["self"]), c.operand(a["other"])
+    x, y = (promoted(c, c.operand(a[name])) for name in ("self", "other"))
     if a.get("alpha", 1) != 1 or not (isinstance(x, Value) and isinstance(y, Value)):
         return _two("add")(c, a)  # type: ignore[no-any-return]
     biases: list[torch.Tensor] = []
@@ -67,6 +68,7 @@ def _two(method: str) -> Rule:
         alpha = a.get("alpha", 1)
         if a.get("rounding_mode") is not None:
             raise Skip
+        x, y = promoted(c, x), promoted(c, y)
         y = y if alpha == 1 else c.g.mul(y, float(alpha))
         return getattr(c.g, method)(x, y)  # type: ignore[no-any-return]
 
@@ -207,6 +209,23 @@ def _clamp(c: Importer, a: Arguments) -> Value:
     return x if low is None and high is None else c.g.clamp(x, low, high)
 
 
+def _nan_to_num(c: Importer, a: Arguments) -> Value:
+    """With numbers for infinities, which are those of the dtype: values are not kept in it."""
+    x = c.value(a["self"])
+    if x.dtype not in FLOATS:
+        raise Skip
+    limits = torch.finfo(x.dtype)
+    most, least = a.get("posinf"), a.get("neginf")
+    numbers = (
+        float(a.get("nan") or 0.0),
+        limits.max if most is None else float(most),
+        limits.min if least is None else float(least),
+    )
+    encoded = (encode(each, lambda value: None) for each in numbers)
+    made: Value = c.g.aten([x], "aten.nan_to_num.default", (("tensor", 0), *encoded))
+    return made
+
+
 RULES: dict[str, Rule] = {
     **{
         name: _one(lambda g, x, name=name: getattr(g, name)(x))  # type: ignore[misc]
@@ -240,4 +259,5 @@ RULES: dict[str, Rule] = {
     "pow": _pow,
     "where": _where,
     "masked_fill": _masked_fill,
+    "nan_to_num": _nan_to_num,
 }

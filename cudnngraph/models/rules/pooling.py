@@ -18,7 +18,7 @@ from ...ops import row_sums
 from ...ops.base import FLOATS, LOW_PRECISION
 from ...ops.resampling import in_padding
 from ..aten_ops import UPSAMPLES, packets
-from .base import Arguments, Rule, Skip, first, gives_many, reads, spread
+from .base import Arguments, Rule, Skip, cast_to, first, gives_many, reads, spread
 from .contraction import contracted
 from .shape import MOST_PLACED, in_order
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 def _reduced(mode: str) -> Rule:
     def rule(c: Importer, a: Arguments) -> Value:
         x, dtype = c.value(a["self"]), a.get("dtype")
+        if mode == "sum" and x.dtype == torch.bool:
+            return _count(c, a, x)
         if dtype not in (None, x.dtype):
             if not c.kernels or dtype not in FLOATS:
                 raise Skip
@@ -51,6 +53,25 @@ def _reduced(mode: str) -> Rule:
     return rule
 
 
+MOST_COUNTED = 1 << 24  # that float32 counts
+
+
+def _count(c: Importer, a: Arguments, x: Value) -> Value:
+    """How many of bools are true."""
+    made = c.node.meta["val"]
+    if not c.kernels or math.prod(x.shape) > MOST_COUNTED * max(1, made.numel()):
+        raise Skip
+    dims = a.get("dim")
+    dims = None if dims is None or dims == [] else tuple(spread(dims, 1))
+    ones = _ones(c, x)
+    return cast_to(c, c.g.reduction(ones, dims, "sum", bool(a.get("keepdim", False))), made.dtype)
+
+
+def _ones(c: Importer, x: Value) -> Value:
+    """1.0 where a bool is true, else 0.0."""
+    return c.g.where(x, c.constant(torch.ones((), device=c.device), "one"), 0.0)
+
+
 def _largest(mode: str) -> Rule:
     """The largest or least along a dim, if nobody reads where they are."""
 
@@ -58,6 +79,26 @@ def _largest(mode: str) -> Rule:
         if "dim" not in a or reads(c.node, 1):
             raise Skip
         return _reduced(mode)(c, a), None
+
+    return rule
+
+
+def _least_and_largest(c: Importer, a: Arguments) -> tuple[Value, Value]:
+    return _reduced("min")(c, a), _reduced("max")(c, a)
+
+
+def _truth(mode: str) -> Rule:
+    """Whether any element is true, or all are: the largest or least of ones and zeros."""
+
+    def rule(c: Importer, a: Arguments) -> Value:
+        x, dims = c.value(a["self"]), a.get("dim")
+        if not c.kernels or 0 in x.shape or not (x.dtype in FLOATS or x.dtype == torch.bool):
+            raise Skip
+        if x.dtype != torch.bool:
+            x = c.g.ne(x, 0.0)
+        dims = None if dims is None or dims == [] else tuple(spread(dims, 1))
+        found = c.g.reduction(_ones(c, x), dims, mode, bool(a.get("keepdim", False)))
+        return c.g.gt(found, 0.5)
 
     return rule
 
@@ -113,6 +154,13 @@ def _spread_of(root: bool) -> Rule:
         squares = c.g.reduction(c.g.mul(off, off), dims, "sum", bool(a.get("keepdim", False)))
         y = c.g.mul(squares, 1.0 / terms)
         return _narrowed(c, a, c.g.sqrt(y) if root else y)
+
+    return rule
+
+
+def _spread_and_mean(root: bool) -> Rule:
+    def rule(c: Importer, a: Arguments) -> tuple[Value, Value]:
+        return _spread_of(root)(c, a), _reduced("mean")(c, a)
 
     return rule
 
@@ -430,6 +478,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("linalg_vector_norm", "norm"), _vector_norm),
     "var": _spread_of(root=False),
     "std": _spread_of(root=True),
+    "var_mean": _spread_and_mean(root=False),
+    "std_mean": _spread_and_mean(root=True),
+    "aminmax": _least_and_largest,
+    "any": _truth("max"),
+    "all": _truth("min"),
     **dict.fromkeys(("logsumexp", "special_logsumexp"), _logsumexp),
     "amax": _reduced("max"),
     "max": _largest("max"),

@@ -124,7 +124,8 @@ def _together() -> None:
     specs += [cast(*each) for each in CASTS]
     specs += [each for op in COMPARED for dtype in (I64, I32, F32) for each in compared(op, dtype)]
     specs += [function(op, dtype) for op in FUNCTIONS for dtype in (F32, F16)]
-    specs += [pair(op) for op in PAIRS]
+    specs += [pair(op) for op in (*PAIRS, *CHOICES)]
+    specs += [exact(name, dtype) for name in EXACT for dtype in (F32, F16)]
     for spec in specs:
         sources_of(spec)
 
@@ -213,7 +214,7 @@ def test_a_cast_to_16_bits_rounds_within_a_kernel() -> None:
 FUNCTIONS = (
     *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh"),
     *("expm1", "exp2", "log1p", "log2", "log10", "erfc", "floor", "ceil", "trunc", "round"),
-    *("frac", "sign"),
+    *("frac", "sign", "deg2rad", "rad2deg", "sinc", "logit"),
 )
 STRANGE = (math.inf, -math.inf, math.nan, 0.0, -0.0, 0.5, 1.5, 2.5, -0.5, -1.5, 1.0, -1.0)
 
@@ -237,6 +238,7 @@ def test_functions_of_a_float(op: str, dtype: torch.dtype) -> None:
 
 
 PAIRS = ("atan2.default", "hypot.default", "copysign.Tensor", "fmod.Tensor", "remainder.Tensor")
+CHOICES = ("fmax.default", "fmin.default", "heaviside.default")  # of one of the two
 
 
 def pair(op: str) -> GraphSpec:
@@ -256,6 +258,56 @@ def test_functions_of_two_floats(op: str) -> None:
         assert torch.equal(out.signbit() & ~out.isnan(), want.signbit() & ~want.isnan())
 
 
+@pytest.mark.parametrize("op", CHOICES)
+def test_one_of_two_floats(op: str) -> None:
+    spec = pair(op)
+    (shape,) = {spec.tensors[name].shape for name in spec.inputs}
+    x, y = torch.randn(shape), torch.randn(shape)
+    x[:, 0], y[:, 0] = torch.tensor(STRANGE)[:, None], torch.tensor(STRANGE)
+    (want,) = reference.run(spec, [x, y])
+    for out in run(spec, [x, y]):
+        torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
+
+
+EXACT = {
+    "nan_to_num": ("nan_to_num", (X, 0.0, 65504.0, -65504.0)),
+    "nan_to_num, given": ("nan_to_num", (X, 2.5, 7.0, -3.0)),
+    "softshrink": ("softshrink", (X,)),
+    "softshrink, given": ("softshrink", (X, 1.25)),
+    "rrelu": ("rrelu", (X,)),
+    "rrelu, given": ("rrelu", (X, 0.25, 0.5)),
+    "logit, given": ("logit", (X, 0.25)),
+}
+
+
+def exact(name: str, dtype: torch.dtype) -> GraphSpec:
+    op, args = EXACT[name]
+    return graph(f"aten.{op}.default", args, ((8, 40), dtype, None))
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_functions_with_numbers_as_arguments(name: str, dtype: torch.dtype) -> None:
+    spec = exact(name, dtype)
+    x = torch.randn(8, 40).to(dtype)
+    x[0, : len(STRANGE)] = torch.tensor(STRANGE)
+    (want,) = reference.run(spec, [x])
+    for out in run(spec, [x]):
+        numerics.check(out, want.double(), dtype, want)
+
+
+def test_infinities_are_the_largest_of_their_dtype_where_none_are_given() -> None:
+    spec = graph("aten.nan_to_num.default", (X,), ((8, 40), F32, None))
+    x = torch.randn(8, 40)
+    x[0, : len(STRANGE)] = torch.tensor(STRANGE)
+    same(spec, [x])
+
+
+def test_slopes_that_are_drawn_are_torchs() -> None:
+    with pytest.raises(Refused, match="slopes that are drawn"):
+        patterns.by_rule(graph("aten.rrelu.default", (X, 0.1, 0.3, True), ((4,), F32, None)), 4)
+
+
 @pytest.mark.parametrize("op", ["fmod", "remainder"])
 @pytest.mark.parametrize("by", [2.5, -3])
 def test_what_a_division_by_a_number_leaves(op: str, by: float) -> None:
@@ -263,7 +315,7 @@ def test_what_a_division_by_a_number_leaves(op: str, by: float) -> None:
     same(spec, [torch.randn(49) * 20])
 
 
-@pytest.mark.parametrize("op", ["isnan", "isinf", "isfinite"])
+@pytest.mark.parametrize("op", ["isnan", "isinf", "isfinite", "signbit"])
 @pytest.mark.parametrize("dtype", [F32, F16])
 def test_strange_numbers_are_found(op: str, dtype: torch.dtype) -> None:
     spec = graph(f"aten.{op}.default", (X,), ((len(STRANGE) + 1,), dtype, None))
@@ -330,7 +382,7 @@ def test_a_choice_between_whole_numbers_and_bools() -> None:
     for dtype in (I64, BOOL, F16):
         inputs: list[Given] = [((3, 1), BOOL, None), ((3, 4), dtype, None), ((4,), dtype, None)]
         same(graph("aten.where.self", (X, Y, Z), *inputs), [some(*each) for each in inputs])
-    for op in ("logical_and", "logical_or"):
+    for op in ("logical_and", "logical_or", "logical_xor"):
         inputs = [((3, 4), BOOL, None), ((4,), BOOL, None)]
         same(graph(f"aten.{op}.default", (X, Y), *inputs), [some(*each) for each in inputs])
     same(graph("aten.logical_not.default", (X,), ((5,), BOOL, None)), [some((5,), BOOL, None)])

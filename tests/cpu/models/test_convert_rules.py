@@ -16,6 +16,7 @@ from cudnngraph.bench import models
 from cudnngraph.device import rules
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import is_channels_last, is_contiguous
+from cudnngraph.models import dynamo
 from cudnngraph.models.convert import convert, import_model
 from cudnngraph.models.export import export
 from cudnngraph.ops.views import is_view
@@ -151,6 +152,24 @@ def test_strange_numbers_come_out_as_of_torch(
     fused = cg.fuse(Of(lambda m, x, y: function(x, y)).eval(), (x, y))
     found, wanted = fused(x, y), function(x.float(), y.float()).to(dtype)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("given", [{}, {"nan": 2.0, "neginf": -3.0}, {"posinf": 7}], ids=str)
+def test_infinities_are_replaced_by_the_largest_number_of_the_dtype(
+    dtype: torch.dtype, given: dict[str, Any]
+) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.nan_to_num(x, **given) + 0.0
+
+    x = STRANGE.to(dtype).expand(3, -1)
+    wanted = function(x)
+    assert wanted.isfinite().all()
+    for made in (
+        cg.fuse(Of(lambda m, x: function(x)).eval(), x),
+        torch.compile(function, backend=dynamo.backend),
+    ):
+        assert torch.equal(made(x), wanted)
 
 
 @pytest.mark.usefixtures("large")

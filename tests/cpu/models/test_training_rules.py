@@ -110,6 +110,29 @@ COMPUTED: dict[str, tuple[Function, Shapes]] = {
         lambda x: x.var((1, 3)) + x.var() + x.exp().var((1, 3), correction=0),
         ((3, 4, 2, 5),),
     ),
+    "spreads and means": (
+        lambda x: torch.var_mean(x, (1, 3))[1] / torch.std_mean(x.exp(), (1, 3), correction=0)[0],
+        ((3, 4, 2, 5),),
+    ),
+    "least and largest": (
+        lambda x: torch.aminmax(x, dim=1).max - torch.aminmax(x.tanh(), dim=1, keepdim=True).min,
+        PAIR[:1],
+    ),
+    "largest, shared by ties": (lambda x: x.relu().amax(1) + x.relu().amin(0).sum(), PAIR[:1]),
+    "counts": (
+        lambda x, y: x.exp() / (y > -9).sum(1, keepdim=True) - (x > 1).sum() * y,
+        PAIR,
+    ),
+    "masks as numbers": (
+        lambda x, y: x * (y > 0) + (y < 1) - (x < 0) * y,
+        PAIR,
+    ),
+    "any and all": (
+        lambda x, y: torch.where(
+            (x > 1).any(1, keepdim=True) | (y > -1).all((0, 1)) & (y > 9).any(), x, y
+        ),
+        PAIR,
+    ),
     "deviations": (lambda x: x / (x.std(-1, keepdim=True) + 0.1), ((3, 4, 5),)),
     "logarithms of sums": (lambda x: (3 * x).logsumexp(1) + x.logsumexp((0, 1)), PAIR[:1]),
     "distances": (
@@ -154,6 +177,21 @@ def test_sums_of_exponentials_may_be_of_infinities() -> None:
         assert torch.equal(mine, torchs)
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+def test_any_and_all_of_numbers_as_torch_has_them(kernels: bool) -> None:
+    """NaN is true, and so is -inf; -0 is not. Whole numbers and no elements are torch's."""
+    rows = torch.tensor([[torch.nan, 0.0], [0.0, -0.0], [-torch.inf, 2.0], [torch.nan, -torch.inf]])
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        empty = x[:0].any(0), x[:0].all(0)
+        whole = x.nan_to_num(0, 1, 1).long()
+        return x.any(1), x.all(1), x.all(), x.any(0, keepdim=True), *empty, whole.any(1)
+
+    run = compiled(function, policy=cg.Policy(kernels=kernels))
+    for mine, torchs in zip(run(rows), function(rows), strict=True):
+        assert mine.dtype == torch.bool and torch.equal(mine, torchs)
+
+
 @pytest.mark.parametrize("name", ARRANGED)
 def test_images_of_16_bits_and_channels_last_are_arranged_alike(name: str) -> None:
     function, shapes = ARRANGED[name]
@@ -168,6 +206,8 @@ WRITTEN = {
     **{name: case for name, case in LOSSES.items() if "cross" not in name and "none" not in name},
     **ARRANGED,
     **{name: COMPUTED[name] for name in ("gated", "prelu", "signs", "near the second")},
+    **{name: COMPUTED[name] for name in ("counts", "masks as numbers", "largest, shared by ties")},
+    **{name: COMPUTED[name] for name in ("any and all", "spreads and means")},
 }
 
 
