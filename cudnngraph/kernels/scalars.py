@@ -274,7 +274,9 @@ def _batch_norm(args: Sequence[str], attrs: Mapping[str, Any]) -> str:
 
 def _quantize(args: Sequence[str], attrs: Mapping[str, Any]) -> str:
     x = f"({args[0]} / {args[1]})" if args[1] else args[0]
-    return f"rounded8({x})" if attrs["dtype"] == "int8" else x
+    if attrs["dtype"] == "int8":
+        return f"rounded8({x})"
+    return f"rounded<{MEMORY[getattr(torch, attrs['dtype'])]}>({x})"
 
 
 #: C++ for an op on single elements, from C++ for its operands ("" at an open port).

@@ -80,3 +80,15 @@ def test_eight_bits_are_rounded_as_torch_does() -> None:
         host_kernels.run(write(g.spec(), Schedule(1, 32)), [x, made])
         want = saturated(x, dtype)
         assert torch.equal(made.float().nan_to_num(7.0), want.float().nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_is_quantized_is_rounded_within_a_kernel_too(dtype: torch.dtype) -> None:
+    """What reads it there reads the rounded and saturated number, as from memory."""
+    g = cg.Graph("there_and_back")
+    x, one = g.input("x", (4096,), torch.float32), g.input("one", (), torch.float32)
+    g.output("y", g.dequantize(g.quantize(x, dtype=dtype), one, dim=0))
+    given = torch.randn(4096) * torch.logspace(-6, 6, 4096, base=10.0)
+    out = torch.empty(4096)
+    host_kernels.run(write(g.spec(), Schedule(1, 32)), [given, torch.ones(()), out])
+    assert torch.equal(out, saturated(given, dtype).float())
