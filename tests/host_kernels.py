@@ -140,7 +140,9 @@ D u8 put8(float x, int fraction, int bias, u8 most, u8 nan) {
 D float get(e4m3 x) { return get8(x.bits, 3, 7, 0x7e, 0x7f); }
 D float get(e5m2 x) { return get8(x.bits, 2, 15, 0x7b, 0x7d); }
 D void put(e4m3& to, float x) { to.bits = put8(x, 3, 7, 0x7e, 0x7f); }
-D void put(e5m2& to, float x) { to.bits = put8(x, 2, 15, 0x7b, 0x7f); }
+D void put(e5m2& to, float x) {
+  to.bits = std::isinf(x) ? (x < 0 ? 0xfc : 0x7c) : put8(x, 2, 15, 0x7b, 0x7f);
+}
 D float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 D float inverse(float x) { return 1.0f / x; }
 D float power(float x) { return expf(x); }

@@ -169,7 +169,10 @@ D u8 put8(float x, bool wide) {
 D float get(e4m3 x) { return get8(x.bits, false); }
 D float get(e5m2 x) { return get8(x.bits, true); }
 D void put(e4m3& to, float x) { to.bits = put8(x - x != 0 ? bits_float(0x7fc00000u) : x, false); }
-D void put(e5m2& to, float x) { to.bits = put8(x - x != 0 ? bits_float(0x7fc00000u) : x, true); }
+D void put(e5m2& to, float x) {  // the one of both that has infinities
+  u32 b = float_bits(x);
+  to.bits = (b << 1) == 0xff000000u ? (b >> 24 & 0x80) | 0x7c : put8(x, true);
+}
 #endif
 """
 
@@ -219,6 +222,9 @@ template <class T> D float rounded(float x) {
   T y;
   put(y, x);
   return get(y);
+}
+template <class T> D float quantized(float x) {
+  return rounded<T>(x - x != 0.0f ? bits_float(0x7fc00000u) : x);
 }
 D int rounded8(float x) { return (int)fminf(fmaxf(rintf(x), -128.0f), 127.0f); }
 """.replace("THRESHOLD", f"{float(SOFTPLUS_THRESHOLD)}f")
@@ -276,7 +282,7 @@ def _quantize(args: Sequence[str], attrs: Mapping[str, Any]) -> str:
     x = f"({args[0]} / {args[1]})" if args[1] else args[0]
     if attrs["dtype"] == "int8":
         return f"rounded8({x})"
-    return f"rounded<{MEMORY[getattr(torch, attrs['dtype'])]}>({x})"
+    return f"quantized<{MEMORY[getattr(torch, attrs['dtype'])]}>({x})"
 
 
 #: C++ for an op on single elements, from C++ for its operands ("" at an open port).

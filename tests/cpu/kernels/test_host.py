@@ -92,3 +92,16 @@ def test_what_is_quantized_is_rounded_within_a_kernel_too(dtype: torch.dtype) ->
     out = torch.empty(4096)
     host_kernels.run(write(g.spec(), Schedule(1, 32)), [given, torch.ones(()), out])
     assert torch.equal(out, saturated(given, dtype).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bits_that_are_moved_stay_as_they_are(dtype: torch.dtype) -> None:
+    """Infinities of E5M2 too, which :func:`quantize` alone makes NaN."""
+    g = cg.Graph("moved")
+    x = g.input("x", (256,), dtype)
+    g.output("y", g.concat([g.slice(x, 0, 128), g.slice(x, 0, 0, 128)], 0))
+    given = torch.arange(256, dtype=torch.uint8).view(dtype)
+    out = torch.zeros(256, dtype=torch.uint8).view(dtype)
+    host_kernels.run(write(g.spec(), Schedule(1, 32)), [given, out])
+    want = torch.cat([given[128:], given[:128]]).float()
+    assert torch.equal(out.float().nan_to_num(7.0), want.nan_to_num(7.0))
