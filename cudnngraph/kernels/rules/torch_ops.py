@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -330,13 +331,15 @@ def _rrelu(given: Given, result: TensorSpec) -> Value:
     )
 
 
-def _scaled(sign: str) -> TorchRule:
-    """self + value * tensor1 (* or /) tensor2"""
+def _scaled(form: str) -> TorchRule:
+    """self and a product of ``by``, the value, with the others: by a form, multiplied from the left
+    as in torch, so that nothing overflows that does not there."""
 
     def rule(given: Given, result: TensorSpec) -> Value:
         by = number(float(given.get("value", 1)))
         names = ("self", "tensor1", "tensor2")
-        return _of_floats(lambda x, a, b: f"({x} + {by} * ({a} {sign} {b}))", *names)(given, result)
+        code = partial(form.format, by=by)
+        return _of_floats(lambda x, a, b: f"({x} + {code(a=a, b=b)})", *names)(given, result)
 
     return rule
 
@@ -482,8 +485,8 @@ RULES: Mapping[str, TorchRule] = {
     "aten.rrelu.default": _rrelu,
     "aten.lerp.Tensor": _of_floats(_between, "self", "end", "weight"),
     "aten.lerp.Scalar": _of_floats(_between, "self", "end", "weight"),
-    "aten.addcmul.default": _scaled("*"),
-    "aten.addcdiv.default": _scaled("/"),
+    "aten.addcmul.default": _scaled("{by} * {a} * {b}"),
+    "aten.addcdiv.default": _scaled("{by} * ({a} / {b})"),
     "aten._softmax.default": _along(softmax_along),
     "aten._log_softmax.default": _along(log_softmax_along),
     "aten.floor_divide.default": _floor_divide,

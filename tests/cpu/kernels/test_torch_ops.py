@@ -340,6 +340,16 @@ def test_mixtures_of_three(op: str) -> None:
         numerics.check(out, want, F32, theirs)
 
 
+def test_a_product_overflows_where_torchs_does() -> None:
+    spec = mixed("addcmul.default")
+    given = [torch.ones(spec.tensors[name].shape) for name in spec.inputs]
+    given[1][0], given[1][1], given[2][:20] = 1e38, 3e38, -5.0
+    (want,) = reference.run(spec, given)
+    assert want.isinf().any() and want[0].isfinite().all()
+    for out in run(spec, given):
+        numerics.check(out, want, F32, want)
+
+
 @pytest.mark.parametrize("op", ["floor", "isnan", "fmod"])
 def test_functions_of_whole_numbers_are_torchs(op: str) -> None:
     args = (X, Y) if op == "fmod" else (X,)
