@@ -117,7 +117,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="entries of another cuDNN or GPU than --cudnn, --gpu say, or than this machine has "
         "where none is given",
     )
-    action.add_argument("--cudnn", metavar="VERSION", help="9.19.0 or 91900")
+    action.add_argument("--cudnn", type=_version, metavar="VERSION", help="9.19.0 or 91900")
     action.add_argument("--gpu", metavar="NAME", help="as in plan-dump: 'NVIDIA H200'")
     action.add_argument(
         "--older-than", type=_days, metavar="DAYS", help="entries that were made before that"
@@ -201,6 +201,16 @@ def _size(text: str) -> int:
     if not value < math.inf:
         raise argparse.ArgumentTypeError(f"expected bytes, like 512K, 64M or 1G, got '{text}'")
     return int(value)
+
+
+def _version(text: str) -> str:
+    """A version of cuDNN as records are shown with."""
+    version = cudnn_text(text)
+    if not re.fullmatch(r"[0-9]+\.[0-9]+\.[0-9]+", version):
+        raise argparse.ArgumentTypeError(
+            f"expected a whole version, like 9.19.0 or 91900, got '{text}'"
+        )
+    return version
 
 
 def _load(args: argparse.Namespace) -> list[Stored]:
@@ -388,6 +398,8 @@ def _verify_here(args: argparse.Namespace) -> int:
     total = len(found) + len(damaged)
     ending = "" if len(problems) == 1 else "s"
     print(f"{total} entries checked, {counts['ok']} replayed, {len(problems)} problem{ending}")
+    if not total:
+        print(f"no plan is in {records.directory(args)}")
     if renewed:
         print(f"{renewed} renewed: what they say of their plans was found now")
     if removed:
@@ -415,6 +427,8 @@ def _prune(args: argparse.Namespace) -> int:
     store = records.open_store(records.directory(args))
     found, damaged = records.scan(store, look_only=args.dry_run)
     records.print_damaged(damaged)
+    if args.gpu is not None:
+        _check_gpu(args.gpu, found)
     going = to_prune(found, dead, *limits)
     folders = store.other_schemas() if args.other_schemas else []
     for entry, why in going:
@@ -458,16 +472,22 @@ def _total(sizes: Iterable[int]) -> str:
     return bytes_text(sum(sizes))
 
 
+def _check_gpu(name: str, found: Sequence[Stored]) -> None:
+    """Refuse a part of a GPU's name: entries of that GPU would be called dead."""
+    names = {entry.gpu for entry in found}
+    like = [each for each in names if name.lower() in each.lower()]
+    if like and name.lower() not in {each.lower() for each in names}:
+        several = " or ".join(f"'{clean(each)}'" for each in sorted(like))
+        raise UsageError(f"--gpu '{clean(name)}' is part of a name; expected the whole: {several}")
+
+
 def _dead(given: Mapping[str, str]) -> Callable[[Stored], bool]:
     """Whether an entry's environment is not the given one, or none of this machine's."""
     if given:
-        wanted = dict(given)
-        if "cudnn" in wanted:
-            wanted["cudnn"] = cudnn_text(wanted["cudnn"])
 
         def differs(entry: Stored) -> bool:
             have = {"cudnn": entry.cudnn, "gpu": entry.gpu}
-            return any(have[name].lower() != value.lower() for name, value in wanted.items())
+            return any(have[name].lower() != value.lower() for name, value in given.items())
 
         return differs
     if not torch.cuda.is_available():

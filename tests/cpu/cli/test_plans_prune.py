@@ -143,6 +143,14 @@ def test_prune_says_the_reason_for_each(run: Cli, ids: dict[str, str]) -> None:
         ([], "say what may go: --dead-environments, --older-than, --unused-for, --max-size, "),
         (["--dead-environments"], "there is no GPU here to compare environments with"),
         (["--gpu", "x"], "--gpu says what --dead-environments compares with"),
+        (
+            ["--dead-environments", "--cudnn", "9.19"],
+            "--cudnn: expected a whole version, like 9.19.0 or 91900, got '9.19'",
+        ),
+        (
+            ["--dead-environments", "--gpu", "h200"],
+            "--gpu 'h200' is part of a name; expected the whole: 'NVIDIA H200'",
+        ),
         (["--older-than", "-1"], "--older-than: expected days, 0 or more, got '-1'"),
         (["--older-than", "nan"], "--older-than: expected days, 0 or more, got 'nan'"),
         (["--unused-for", "a day"], "--unused-for: expected days, 0 or more, got 'a day'"),

@@ -68,7 +68,7 @@ def test_verify_checks_what_ships_when_it_is_asked_for(
     (tmp_path / "seeds" / f"{seed.id}.json").write_text(seed.to_json())
     monkeypatch.setattr(records, "PACKAGED_SEEDS", tmp_path / "seeds")
     said = "entries checked, 0 replayed, 0 problems\n"
-    assert f"0 {said}" in run("verify")[1]
+    assert run("verify")[1] == f"0 {said}no plan is in {folder}\n"
     assert f"1 {said}" in run("verify", "--seeds")[1]
     assert f"1 {said}" in run("verify", seed.id[:8])[1]
     code, _, err = run("verify", seed.id[:8], "--no-seeds")
