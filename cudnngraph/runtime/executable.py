@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING, Any, Generic
@@ -30,6 +30,7 @@ from .checks import fit, neighbours, overlap, tensor_problems
 from .copies import Compiled
 from .process import PROCESS
 from .program import Program
+from .results import result_class
 
 Over = tuple[tuple[int, int], ...]
 
@@ -76,8 +77,7 @@ class Executable(Compiled, Generic[R]):
         self._names = canonical_tensor_names(spec)
         self._result: Any = None
         if len(spec.outputs) > 1:  # making a class takes 0.3 ms
-            make: Callable[..., Any] = namedtuple
-            self._result = once(spec, "result", make, f"{spec.name}_result", spec.outputs)
+            self._result = once(spec, "result", result_class, f"{spec.name}_result", spec.outputs)
         forms = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
         self._forms = tuple((form.shape, form.stride, form.dtype) for form in forms)
         self._bytes = tuple(form.extent * form.dtype.itemsize for form in forms)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 import marshal
 import threading
-from collections import namedtuple
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Generic, Protocol, overload
@@ -27,6 +26,7 @@ from ..settings import overridden
 from .compile import resolve_policy
 from .copies import Itself
 from .executable import Executable, Over, R, transforming
+from .results import result_class
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -335,7 +335,7 @@ class Specialized(Itself, Generic[R]):
         results = made([tensor for tensor in tensors if tensor is not None])
         if len(results) == 1:
             return results[0]
-        return namedtuple(f"{self.__name__}_result", made.spec.outputs)(*results)
+        return result_class(f"{self.__name__}_result", made.spec.outputs)(*results)
 
     def _as_transformed(
         self,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -28,6 +27,7 @@ from .compile import compile as compile_spec
 from .compile import device_of, resolve_policy
 from .copies import Compiled
 from .executable import Executable, Over, R, transforming
+from .results import result_class
 from .transforms import NO_SECOND, Transformed, check_dropout, laid_out
 
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Trainable(Compiled, Generic[R]):
         self._floating = tuple((at, name) for at, name in enumerate(spec.inputs) if name in able)
         self._pairs: dict[tuple[str, ...], Pair] = {}
         self._lock = threading.Lock()
-        self._result: Callable[..., Any] = _named(f"{spec.name}_result", spec.outputs)
+        self._result: Callable[..., Any] = result_class(f"{spec.name}_result", spec.outputs)
 
     @cached_property
     def inference(self) -> Executable:
@@ -233,10 +233,6 @@ class Trainable(Compiled, Generic[R]):
     def __repr__(self) -> str:
         made = [f"({', '.join(wrt)})" for wrt in self._pairs]
         return f"<Trainable {self.spec.name} on {self.device}, gradients of {', '.join(made)}>"
-
-
-def _named(name: str, fields: Sequence[str]) -> Callable[..., Any]:
-    return namedtuple(name, fields)
 
 
 # -- the comparison with the reference executor ----------------------------------------------------

@@ -68,3 +68,21 @@ def test_a_copied_graph_is_a_graph_of_its_own() -> None:
     for each in (copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
         assert each == spec
         assert each.canonical_names() == spec.canonical_names()
+
+
+@cg.specialize
+def both(g: cg.Graph, x: cg.Value, y: cg.Value) -> tuple[cg.Value, ...]:
+    return x + y, x - y
+
+
+@pytest.mark.parametrize("way", ["called", "training", "specialized"])
+def test_results_are_pickled_by_their_names(way: str) -> None:
+    g = graph()
+    g.output("w", g.exp(g.input("v", (2, 3), torch.float32)))
+    x, y, v = (torch.randn(2, 3) for _ in range(3))
+    exe = g.compile("cpu", training=way == "training")
+    made = both(x, y) if way == "specialized" else exe(x=x, y=y, v=v)
+    for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert type(again).__name__ == type(made).__name__
+        assert list(again._asdict()) == list(made._asdict())
+        assert all(map(torch.equal, again, made))
