@@ -34,12 +34,14 @@ def entries(registry: str = DEFAULT) -> tuple[Entry, ...]:
 def chosen(listed: Sequence[Entry], patterns: Sequence[str]) -> tuple[Entry, ...]:
     """The entries whose name matches one of the globs, in upper or lower case; all for none.
 
-    Raises ValueError for a glob that matches none.
+    The parts of a name with commas stand for that name. Raises ValueError for a glob that matches
+    none.
     """
     low = {entry.name: entry.name.lower() for entry in listed}
+    patterns = _whole(patterns, set(low.values()))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern.lower()) for name in low.values()):
-            raise ValueError(f"no model matches '{pattern}'; there are {', '.join(low)}")
+            raise ValueError(f"no model matches '{pattern}'; there are {'; '.join(low)}")
     if not patterns:
         return tuple(listed)
     return tuple(
@@ -47,3 +49,14 @@ def chosen(listed: Sequence[Entry], patterns: Sequence[str]) -> tuple[Entry, ...
         for entry in listed
         if any(fnmatchcase(low[entry.name], pattern.lower()) for pattern in patterns)
     )
+
+
+def _whole(words: Sequence[str], names: set[str]) -> list[str]:
+    """Words that were divided at commas, those of a name as one."""
+    found, at = [], 0
+    while at < len(words):
+        ends = range(len(words), at, -1)
+        end = next((end for end in ends if ", ".join(words[at:end]).lower() in names), at + 1)
+        found.append(", ".join(words[at:end]))
+        at = end
+    return found

@@ -62,6 +62,12 @@ def test_models_are_chosen_by_globs_in_any_case() -> None:
         chosen(ZOO, ["vgg*", "resnet*"])
 
 
+def test_each_model_is_chosen_by_its_name_as_it_is_listed() -> None:
+    for entry in ZOO:
+        words = [word.strip() for word in f"vgg-16,{entry.name}".split(",")]
+        assert {each.name for each in chosen(ZOO, words)} == {"VGG-16", entry.name}
+
+
 @pytest.mark.parametrize(
     ("registry", "why"),
     [
@@ -374,7 +380,7 @@ def test_files_that_are_no_results_are_refused(tmp_path: Path, text: str, why: s
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--models", "resnet*"], "no model matches 'resnet*'; there are EfficientNet-B0, "),
+        (["--models", "resnet*"], "no model matches 'resnet*'; there are EfficientNet-B0; "),
         (["--ways", "eager,fast"], "no way fast; there are eager, graph, reduce-overhead, "),
         (
             ["--ways", "autotuned,graph"],
