@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from .entries import Entry
+from .entries import Entry, said
 
 TOLERANCE = 0.005  # of the stated number of parameters
 
@@ -53,7 +53,7 @@ def built(entry: Entry) -> Built:
             ]
             results = fake(*given)
     except Exception as error:  # whatever a library raises is what is to be told
-        return Built(entry, error=f"{type(error).__name__}: {error}")
+        return Built(entry, error=said(error))
     shapes = tuple(
         tuple(each.shape) for each in pytree.tree_leaves(results) if isinstance(each, FakeTensor)
     )

@@ -23,6 +23,15 @@ Build = Callable[[], nn.Module]
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+def said(error: BaseException) -> str:
+    """An error as text, its first cause in front: libraries hide that behind imports of theirs."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = f"{type(cause).__name__}: {cause}".strip()
+    return text if cause is error else f"{text}, so {type(error).__name__}: {error}".strip()
+
+
 @dataclass(frozen=True)
 class Input:
     """A tensor that a model is called with: normal numbers in the model's dtype, or whole numbers

@@ -32,7 +32,7 @@ from ...runtime.state import agree
 from ...select.tolerance import relative_error
 from ...settings import override
 from ..measure import Call, kernels_of, times_us
-from .entries import CHANNELS_LAST, Entry
+from .entries import CHANNELS_LAST, Entry, said
 from .registry import entries
 from .ways import WAYS, Way, call_of
 from .weights import check_telling, prepared
@@ -99,16 +99,14 @@ class Told:
         try:
             yield
         except Exception as error:  # whatever a library raises is a row with the reason
-            (self.way(way) if way else self.found)["error"] = said(error)
+            (self.way(way) if way else self.found)["error"] = _shortened(said(error))
             if not way:
                 raise
         finally:
             self.save()
 
 
-def said(error: BaseException) -> str:
-    """An error as text."""
-    text = f"{type(error).__name__}: {error}".strip()
+def _shortened(text: str) -> str:
     return text if len(text) <= ERROR_LENGTH else f"{text[:ERROR_LENGTH]} …"
 
 
@@ -331,7 +329,7 @@ def main(words: Sequence[str]) -> int:
     try:
         done(job, told, sys.stdin.readline)
     except Exception as error:
-        told.found.setdefault("error", said(error))
+        told.found.setdefault("error", _shortened(said(error)))
         told.save()
         return 1
     return 0

@@ -102,6 +102,18 @@ def test_the_check_tells_what_is_wrong_with_an_entry() -> None:
     assert check.built(gone).missing
 
 
+def test_what_a_library_could_not_import_is_told_first() -> None:
+    def hidden() -> nn.Module:
+        try:
+            raise OSError("libcudart.so.13 is missing")
+        except OSError as error:
+            raise RuntimeError("look up to see why:\nnothing") from error
+
+    entry = Entry("e", "torch", F32, 1.0, Size(hidden, ()), Size(hidden, ()))
+    told = check.built(entry).error.splitlines()[0]
+    assert told == "OSError: libcudart.so.13 is missing, so RuntimeError: look up to see why:"
+
+
 def test_inputs_are_those_of_their_seed() -> None:
     cpu = torch.device("cpu")
     image, text = Input("images", (2, 3, 8, 8)), Input("text", (4, 5), 7)
