@@ -137,7 +137,8 @@ def check_name(where: str, name: Any) -> list[Problem]:
     """Inputs and outputs are keyword arguments of the executable, so names are identifiers."""
     if isinstance(name, str) and name.isidentifier() and not iskeyword(name):
         return []
-    return [Problem(where, f"name {name!r} is not a Python identifier", "letters, digits and _")]
+    wanted = "letters, digits and _, with no digit in front, and no keyword"
+    return [Problem(where, f"name {name!r} is not a Python identifier", wanted)]
 
 
 def check_whole(

@@ -93,7 +93,11 @@ GRAPHS = [
     ),
     (
         "output_keyword",
-        whole(lambda g: g.output("class", image(g).relu()), "'class' is not a Python identifier"),
+        whole(
+            lambda g: g.output("class", image(g).relu()),
+            "'class' is not a Python identifier",
+            "and no keyword",
+        ),
     ),
     ("input_no_shape", whole(lambda g: relu_of(g, dtype=F16), "has no shape", "or like=")),
     ("input_no_dtype", whole(lambda g: relu_of(g, shape=(4,)), "input 'x': has no dtype")),
