@@ -68,6 +68,7 @@ from .refusals import (
     check_beside_products,
     no_group_norm,
     no_groups,
+    no_loss,
     no_resample,
     no_softmax,
     not_as_a_plan,
@@ -175,8 +176,12 @@ RULES: Mapping[str, Rule] = {
     "aten": torchs_own,
     **{name: no_resample for name in pooling.RULES},
     **{
-        f"{name}{suffix}": no_softmax
-        for name in ("softmax", "log_softmax", "nll_loss")
+        f"{name}{suffix}": refuse
+        for name, refuse in (
+            ("softmax", no_softmax),
+            ("log_softmax", no_softmax),
+            ("nll_loss", no_loss),
+        )
         for suffix in ("", "_backward")
     },
 }

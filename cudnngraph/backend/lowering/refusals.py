@@ -46,6 +46,11 @@ def no_softmax(ctx: Context | None, node: Node) -> Any:
     raise Refused(f"{node.op}: cuDNN's Python frontend has it in attention alone; a torch step")
 
 
+def no_loss(ctx: Context | None, node: Node) -> Any:
+    """Scores that are read at the index of a class."""
+    raise Refused(f"{node.op}: cuDNN reads nothing at an index; a torch step")
+
+
 def no_group_norm(ctx: Context | None, node: Node) -> Any:
     """cuDNN's norms are of channels or of rows; groups of images with channels last are neither."""
     raise Refused(f"{node.op}: cuDNN's norms have no groups of channels; a torch step")
@@ -62,6 +67,7 @@ REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (
     not_as_a_plan,
     no_resample,
     no_softmax,
+    no_loss,
     no_group_norm,
     no_groups,
 )

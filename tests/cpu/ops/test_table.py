@@ -164,6 +164,11 @@ def test_what_a_row_calls_torchs_alone_is_refused_with_a_reason() -> None:
             refuse(None, Node(name, name, (), (), (("overload", "aten.relu.default"),)))
 
 
+def test_softmax_alone_is_said_to_be_in_attention() -> None:
+    refused = {name for name, rule in driver.RULES.items() if rule is refusals.no_softmax}
+    assert refused == {name for name in OPS if "softmax" in name}
+
+
 def test_a_list_of_operands_has_a_port_each() -> None:
     assert OPS["concat"].ports == ("x",)
     assert OPS["concat"].ports_of(3) == ("x0", "x1", "x2")
