@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypedDict
 
@@ -110,6 +110,14 @@ class Policy:
                 or not 0 <= budget < 1e9
             ):
                 raise PolicyError(f"{name}={budget!r}; expected seconds >= 0")
+
+
+def check_options(names: Iterable[str]) -> None:
+    """Raise :class:`PolicyError` for names that are no fields of a policy."""
+    known = [field.name for field in fields(Policy)]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise PolicyError(f"unknown option {', '.join(unknown)}; a policy has {', '.join(known)}")
 
 
 class PolicyOptions(TypedDict, total=False):

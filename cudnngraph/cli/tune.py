@@ -37,7 +37,7 @@ from ..explain.candidates import Candidates, candidates
 from ..explain.text import clean
 from ..graph.builder import Graph
 from ..ir.spec import GraphSpec
-from ..policy import Policy
+from ..policy import Policy, check_options
 from ..runtime.compile import compile as compile_spec
 from ..select import workers
 from .explain import Unusable, load
@@ -209,8 +209,9 @@ def _manifest(path: Path) -> list[Wanted]:
             what = f"an unknown field '{unknown[0]}'" if unknown else "a policy that is no object"
             raise UsageError(f"{path}: graph {number} has {what}")
         try:
+            check_options(policy)
             Policy(**policy)
-        except (CudnnGraphError, TypeError) as error:
+        except CudnnGraphError as error:
             raise UsageError(f"{path}: graph {number}: {error}") from None
         wanted.append(Wanted(str(path.parent / row["file"]), policy))
     return wanted

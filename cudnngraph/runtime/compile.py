@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ from ..ir.key import Key, graph_key
 from ..ir.spec import GraphSpec, once
 from ..ops.table import OPS
 from ..partition.analysis import CutGraph
-from ..policy import Policy
+from ..policy import Policy, check_options
 from ..rewrite.passes import legalize
 from ..select import cost, workers
 from ..select.alternatives import by_measurement
@@ -114,12 +114,9 @@ def generates(policy: Policy | None) -> bool:
 def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: GraphSpec) -> Policy:
     """The policy with keyword options applied; what it leaves open is read from the settings, and
     from torch's TF32 switches for ``spec``."""
-    known = [field.name for field in fields(Policy)]
     if not (policy is None or isinstance(policy, Policy)):
         raise PolicyError(f"policy {is_a(policy)}; expected a cudnngraph.Policy or None")
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise PolicyError(f"unknown option {', '.join(unknown)}; a policy has {', '.join(known)}")
+    check_options(options)
     policy = replace(policy or Policy(), **options)
     if policy.tune is None:
         policy = replace(policy, tune=settings.current().tune)
