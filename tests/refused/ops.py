@@ -191,7 +191,11 @@ TORCH = (
     ),
     Known(
         "cuDNN's Python frontend has softmax in attention alone",
-        lambda spec: any(node.op.startswith(("softmax", "log_soft", "nll")) for node in spec.nodes),
+        lambda spec: any(node.op.startswith(("softmax", "log_soft")) for node in spec.nodes),
+    ),
+    Known(
+        "cuDNN reads nothing at an index, as a loss does",
+        lambda spec: bool(nodes_of(spec, "nll_loss", "nll_loss_backward")),
     ),
     Known(
         "an instance norm takes images of one layout, without gaps",
