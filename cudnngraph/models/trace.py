@@ -241,10 +241,14 @@ class Traced:
         return tensor if isinstance(tensor, MetaTensor) else self._held("constant", tensor)
 
     def _given(self, tensor: torch.Tensor, name: str) -> MetaTensor:
-        if id(tensor) in self._shapes:
-            raise Untraceable("a tensor has two places")
+        found = self._shapes.get(id(tensor))
+        if id(found) in self._real:
+            raise Untraceable("an argument is held by the model too")
         node = self.graph.placeholder(name)
         self.placeholders.append(node.name)
+        if found is not None:  # the model is given one tensor twice, and nothing reads this node
+            node.meta["val"] = found
+            return found
         return self._see(self._shape(tensor), node)
 
     def _see(self, tensor: MetaTensor, node: torch.fx.Node) -> MetaTensor:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import cudnngraph as cg
 from cudnngraph.models import form as forming
+from cudnngraph.models import trace
 from tests.models import Of, image
 
 
@@ -379,3 +380,15 @@ def test_a_tensor_without_dims_may_be_on_the_cpu_beside_others() -> None:
     assert forming._device_of([t], Of(abs)) == torch.device("cpu")
     with pytest.raises(cg.PolicyError, match="arguments and model are on cpu, meta; expected one"):
         cg.fuse(model, (x, t), check=False)
+
+
+def test_one_tensor_in_two_places_is_one_to_the_model() -> None:
+    x, y = image(2, 5, 8), image(2, 5, 8)
+    model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    alike = Of(lambda m, a, b: (a + b if a is b else a - b, b)).eval()
+    for each, count in ((model, 3), (alike, 2)):
+        assert trace.trace(each, (x,) * count, {}) is not None
+        fused = cg.fuse(each, (x,) * count)
+        for args in ((x, x, x), (x, y, y), (x, x, y), (y, x, x), (y, y, y)):
+            for mine, theirs in zip(fused(*args[:count]), each(*args[:count]), strict=True):
+                torch.testing.assert_close(mine, theirs)
