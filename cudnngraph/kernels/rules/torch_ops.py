@@ -289,48 +289,6 @@ def _step(a: str, b: str) -> str:
     return f"({a} == 0.0f ? {b} : (float)({a} > 0.0f))"
 
 
-def _logit(given: Given, result: TensorSpec) -> Value:
-    """log(x / (1 - x)), of x within [eps, 1 - eps] where eps is given."""
-    x, eps = _operand(given["self"], "float"), given.get("eps")
-    if eps is not None:
-        least, most = number(float(eps)), number(1.0 - float(eps))
-        x = mapped(lambda a: f"({a} < {least} ? {least} : {a} > {most} ? {most} : {a})", x)
-    return mapped(lambda a: f"logf({a} / (1.0f - {a}))", x)
-
-
-def _nan_to_num(given: Given, result: TensorSpec) -> Value:
-    """Numbers in place of NaN and infinities; by default 0 and the dtype's largest and least."""
-    limits = torch.finfo(result.dtype)
-    instead = {"nan": 0.0, "posinf": limits.max, "neginf": limits.min}
-    asked = {name: given[name] for name in instead if given.get(name) is not None}
-    nan, most, least = (number(float({**instead, **asked}[name])) for name in instead)
-    large = "0x1.fffffep127f"
-
-    def code(a: str) -> str:
-        return f"({a} != {a} ? {nan} : {a} > {large} ? {most} : {a} < -{large} ? {least} : {a})"
-
-    return mapped(code, _operand(given["self"], "float"))
-
-
-def _softshrink(given: Given, result: TensorSpec) -> Value:
-    by = number(float(given.get("lambd", 0.5)))
-
-    def code(a: str) -> str:
-        return f"({a} > {by} ? {a} - {by} : {a} < -{by} ? {a} + {by} : {a} * 0.0f)"
-
-    return mapped(code, _operand(given["self"], "float"))
-
-
-def _rrelu(given: Given, result: TensorSpec) -> Value:
-    """Outside of training, where nothing is drawn: the mean of the slopes."""
-    if given.get("training"):
-        raise Refused("slopes that are drawn")
-    slope = number((float(given.get("lower", 1 / 8)) + float(given.get("upper", 1 / 3))) / 2)
-    return mapped(
-        lambda a: f"({a} <= 0.0f ? {a} * {slope} : {a})", _operand(given["self"], "float")
-    )
-
-
 def _scaled(form: str) -> TorchRule:
     """self and a product of ``by``, the value, with the others: by a form, multiplied from the left
     as in torch, so that nothing overflows that does not there."""
@@ -479,10 +437,6 @@ RULES: Mapping[str, TorchRule] = {
     },
     **{f"aten.{name}": _of_floats(code, "self", "other") for name, code in _OF_PAIRS.items()},
     "aten.heaviside.default": _of_floats(_step, "self", "values"),
-    "aten.logit.default": _logit,
-    "aten.nan_to_num.default": _nan_to_num,
-    "aten.softshrink.default": _softshrink,
-    "aten.rrelu.default": _rrelu,
     "aten.lerp.Tensor": _of_floats(_between, "self", "end", "weight"),
     "aten.lerp.Scalar": _of_floats(_between, "self", "end", "weight"),
     "aten.addcmul.default": _scaled("{by} * {a} * {b}"),

@@ -10,7 +10,6 @@ import torch
 
 from ...graph.builder import Graph
 from ...graph.value import Value
-from ...ops.aten import encode
 from ...ops.base import FLOATS, LOW_PRECISION
 from ...ops.pointwise import SOFTPLUS_THRESHOLD
 from ..norm_patterns import match_normalize
@@ -175,6 +174,40 @@ def _hardshrink(c: Importer, a: Arguments) -> Value:
     return c.g.where(small, 0.0, x)
 
 
+def _softshrink(c: Importer, a: Arguments) -> Value:
+    (x,) = _rounded_once(c, a["self"])
+    limit = float(a["lambd"])
+    below = c.g.where(c.g.lt(x, -limit), c.g.add(x, limit), c.g.mul(x, 0.0))  # NaN of NaN
+    return c.g.where(c.g.gt(x, limit), c.g.sub(x, limit), below)
+
+
+def _rrelu(c: Importer, a: Arguments) -> Value:
+    """In evaluation the slope is the mean of the bounds."""
+    if a["training"]:
+        raise Skip
+    return c.g.leaky_relu(c.value(a["self"]), (float(a["lower"]) + float(a["upper"])) / 2)
+
+
+def _logit(c: Importer, a: Arguments) -> Value:
+    (x,) = _rounded_once(c, a["self"])
+    if x.dtype not in FLOATS:
+        raise Skip
+    eps = a.get("eps")
+    x = x if eps is None else c.g.clamp(x, float(eps), 1.0 - float(eps))
+    return c.g.log(c.g.div(x, c.g.sub(1.0, x)))
+
+
+def _nan_to_num(c: Importer, a: Arguments) -> Value:
+    x = c.value(a["self"])
+    if x.dtype not in FLOATS:
+        raise Skip
+    most = torch.finfo(x.dtype).max
+    nan, above, below = (a.get(name) for name in ("nan", "posinf", "neginf"))
+    made = c.g.where(c.g.gt(x, most), _held(c, most if above is None else above, x.dtype), x)
+    made = c.g.where(c.g.lt(x, -most), _held(c, -most if below is None else below, x.dtype), made)
+    return c.g.where(c.g.ne(x, x), _held(c, nan or 0.0, x.dtype), made)
+
+
 def _log_add_exp(c: Importer, a: Arguments) -> Value:
     """log(exp(x) + exp(y)), from the larger one; of equal infinities that one."""
     x, y = _rounded_once(c, a["self"], a["other"])
@@ -209,23 +242,6 @@ def _clamp(c: Importer, a: Arguments) -> Value:
     return x if low is None and high is None else c.g.clamp(x, low, high)
 
 
-def _nan_to_num(c: Importer, a: Arguments) -> Value:
-    """With numbers for infinities, which are those of the dtype: values are not kept in it."""
-    x = c.value(a["self"])
-    if x.dtype not in FLOATS:
-        raise Skip
-    limits = torch.finfo(x.dtype)
-    most, least = a.get("posinf"), a.get("neginf")
-    numbers = (
-        float(a.get("nan") or 0.0),
-        limits.max if most is None else float(most),
-        limits.min if least is None else float(least),
-    )
-    encoded = (encode(each, lambda value: None) for each in numbers)
-    made: Value = c.g.aten([x], "aten.nan_to_num.default", (("tensor", 0), *encoded))
-    return made
-
-
 RULES: dict[str, Rule] = {
     **{
         name: _one(lambda g, x, name=name: getattr(g, name)(x))  # type: ignore[misc]
@@ -241,6 +257,10 @@ RULES: dict[str, Rule] = {
     "celu": _celu,
     **dict.fromkeys(("log_sigmoid", "log_sigmoid_forward"), _log_sigmoid),
     "hardshrink": _hardshrink,
+    "softshrink": _softshrink,
+    "rrelu": _rrelu,
+    "logit": _logit,
+    "nan_to_num": _nan_to_num,
     "logaddexp": _log_add_exp,
     "xlogy": _x_log_y,
     "leaky_relu": _unary("leaky_relu", "negative_slope"),
@@ -259,5 +279,4 @@ RULES: dict[str, Rule] = {
     "pow": _pow,
     "where": _where,
     "masked_fill": _masked_fill,
-    "nan_to_num": _nan_to_num,
 }

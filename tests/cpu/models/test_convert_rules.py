@@ -48,6 +48,10 @@ POINTWISE: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "logsigmoid": (lambda m, x: F.logsigmoid(x * 20), ["mul", "neg", "softplus", "neg"]),
     "celu": (lambda m, x: F.celu(x, 2.0), ["gt", "mul", "elu", "mul", "where"]),
     "hardshrink": (lambda m, x: F.hardshrink(x, 0.3), None),
+    "softshrink": (lambda m, x: F.softshrink(x, 0.3), None),
+    "rrelu": (lambda m, x: F.rrelu(x, 0.1, 0.3), ["leaky_relu"]),
+    "logit": (lambda m, x: torch.logit(x.sigmoid()) + torch.logit(x, 0.1), None),
+    "nan_to_num": (lambda m, x: torch.nan_to_num(x.log(), 7.0), None),
     "logaddexp": (lambda m, x: torch.logaddexp(x * 20, x.tanh()), None),
     "xlogy": (lambda m, x: torch.xlogy(F.relu(x), x.abs()), None),
     "exp_neg": (lambda m, x: torch.exp(-x), ["neg", "exp"]),
@@ -139,10 +143,18 @@ STRANGE = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0, -1.0, 1e3
         lambda x, y: F.logsigmoid(x),
         lambda x, y: F.celu(x, 2.0),
         lambda x, y: F.hardshrink(x),
+        lambda x, y: F.softshrink(x),
+        lambda x, y: F.rrelu(x),
+        lambda x, y: torch.logit(x),
+        lambda x, y: torch.logit(x, 0.1),
+        lambda x, y: torch.nan_to_num(x, 1.0, 3.0, -2.0),
         torch.logaddexp,
         torch.xlogy,
     ],
-    ids=["logsigmoid", "celu", "hardshrink", "logaddexp", "xlogy"],
+    ids=[
+        *("logsigmoid", "celu", "hardshrink", "softshrink", "rrelu", "logit", "logit_eps"),
+        *("nan_to_num", "logaddexp", "xlogy"),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_strange_numbers_come_out_as_of_torch(
