@@ -374,6 +374,26 @@ def _where(given: Given, result: TensorSpec) -> Value:
     return mapped(lambda c, a, b: f"({c} ? {a} : {b})", *operands, type=like)
 
 
+def _masked_fill(given: Given, result: TensorSpec) -> Value:
+    x = given["self"]
+    if given["mask"].type != "bool":
+        raise Refused("a mask that is no bool")
+    operands = (given["mask"], _operand(given["value"], x.type), x)
+    return mapped(lambda m, v, a: f"({m} ? {v} : {a})", *operands, type=x.type)
+
+
+def _clamp(given: Given, result: TensorSpec) -> Value:
+    """Whole numbers within bounds."""
+    x: Value = given["self"]
+    if x.type not in _INTS or _of_8_bits(x, result):
+        raise Refused("bounds of other numbers than whole ones")
+    for name, sign in (("min", "<"), ("max", ">")):
+        if given.get(name) is not None:
+            code = f"({{0}} {sign} {{1}} ? {{1}} : {{0}})"
+            x = mapped(code.format, x, _operand(given[name], x.type), type=x.type)
+    return x
+
+
 def _not(given: Given, result: TensorSpec) -> Value:
     if given["self"].type != "bool":
         raise Refused("not of what is no bool")
@@ -444,6 +464,8 @@ RULES: Mapping[str, TorchRule] = {
     "aten._softmax.default": _along(softmax_along),
     "aten._log_softmax.default": _along(log_softmax_along),
     "aten.floor_divide.default": _floor_divide,
+    "aten.masked_fill.Scalar": _masked_fill,
+    "aten.clamp.default": _clamp,
     "aten.where.self": _where,
     "aten.where.ScalarSelf": _where,
     "aten.where.ScalarOther": _where,
@@ -452,7 +474,7 @@ RULES: Mapping[str, TorchRule] = {
     **{f"aten.{name}.default": _of_two(sign, "bool") for name, sign in _LOGICAL.items()},
     **{f"aten.{name}.Tensor": _of_two(sign, "bool") for name, sign in _BITWISE.items()},
     **{
-        f"aten.{name}.{kind}": _of_two(sign, "float", *_INTS, made="bool")
+        f"aten.{name}.{kind}": _of_two(sign, "float", "bool", *_INTS, made="bool")
         for name, sign in _COMPARISONS.items()
         for kind in ("Tensor", "Scalar")
     },

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...graph.value import Value
-from ...ops.base import FLOATS
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -48,11 +47,3 @@ def cast_to(c: Importer, value: Value, dtype: torch.dtype) -> Value:
     form = (("dtype", ("dtype", str(dtype).removeprefix("torch."))),)
     made: Value = c.g.aten([value], "aten._to_copy.default", (("tensor", 0),), form)
     return made
-
-
-def promoted(c: Importer, given: Any) -> Any:
-    """An operand of an op that makes floats: whole numbers and bools become floats first."""
-    made = c.node.meta["val"].dtype
-    if not (c.kernels and isinstance(given, Value) and made in FLOATS) or given.dtype in FLOATS:
-        return given
-    return cast_to(c, given, made)

@@ -13,7 +13,7 @@ from ...graph.value import Value
 from ...ops.base import FLOATS, LOW_PRECISION
 from ...ops.pointwise import SOFTPLUS_THRESHOLD
 from ..norm_patterns import match_normalize
-from .base import Arguments, Rule, Skip, first, gives_many, promoted, reads
+from .base import Arguments, Rule, Skip, cast_to, first, gives_many, reads
 from .norm import written_norm
 
 if TYPE_CHECKING:
@@ -34,8 +34,9 @@ def _add(c: Importer, a: Arguments) -> Value:
     cuDNN has precompiled engines for the order convolution, residual, bias, activation, and a bias
     on both sides is one bias.
     """
-    x, y = (promoted(c, c.operand(a[name])) for name in ("self", "other"))
-    if a.get("alpha", 1) != 1 or not (isinstance(x, Value) and isinstance(y, Value)):
+    x, y = c.operand(a["self"]), c.operand(a["other"])
+    plain = a.get("alpha", 1) == 1 and isinstance(x, Value) and isinstance(y, Value)
+    if not plain or not all(each.dtype in FLOATS for each in (x, y)):
         return _two("add")(c, a)  # type: ignore[no-any-return]
     biases: list[torch.Tensor] = []
     parts = []
@@ -58,6 +59,24 @@ def _add(c: Importer, a: Arguments) -> Value:
 _COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
+_OF_BOOLS = {"add": "logical_or", "mul": "logical_and"}
+
+
+def _alike(c: Importer, x: Any, y: Any) -> tuple[Any, Any]:
+    """Operands with bools and whole numbers as floats, where torch computes in floats and a kernel
+    casts them."""
+    dtypes = {each.dtype for each in (x, y) if isinstance(each, Value)}
+    floats = [each for each in dtypes if each in FLOATS] or [c.node.meta["val"].dtype]
+    if not c.kernels or len(floats) > 1 or floats[0] not in FLOATS:
+        return x, y
+
+    def cast(each: Any) -> Any:
+        plain = not isinstance(each, Value) or each.dtype in FLOATS
+        return each if plain else cast_to(c, each, floats[0])
+
+    return cast(x), cast(y)
+
+
 def _two(method: str) -> Rule:
     def rule(c: Importer, a: Arguments) -> Value:
         x, other = c.operand(first(a)), a["exponent"] if "exponent" in a else a["other"]
@@ -67,9 +86,10 @@ def _two(method: str) -> Rule:
         alpha = a.get("alpha", 1)
         if a.get("rounding_mode") is not None:
             raise Skip
-        x, y = promoted(c, x), promoted(c, y)
+        x, y = _alike(c, x, y)
         y = y if alpha == 1 else c.g.mul(y, float(alpha))
-        return getattr(c.g, method)(x, y)  # type: ignore[no-any-return]
+        bools = all(isinstance(each, Value) and each.dtype == torch.bool for each in (x, y))
+        return getattr(c.g, _OF_BOOLS.get(method, method) if bools else method)(x, y)  # type: ignore[no-any-return]
 
     return rule
 
@@ -118,7 +138,7 @@ def _held(c: Importer, number: Value | float, dtype: torch.dtype) -> Value | flo
 
 def _masked_fill(c: Importer, a: Arguments) -> Value:
     x, number = c.value(a["self"]), c.operand(a["value"])
-    if isinstance(number, Value):
+    if isinstance(number, Value) and number.dtype != x.dtype:
         raise Skip
     return c.g.where(c.value(a["mask"]), _held(c, number, x.dtype), x)
 

@@ -75,8 +75,10 @@ def _ones(c: Importer, x: Value) -> Value:
 def _largest(mode: str) -> Rule:
     """The largest or least along a dim, if nobody reads where they are."""
 
-    def rule(c: Importer, a: Arguments) -> tuple[Value, None]:
-        if "dim" not in a or reads(c.node, 1):
+    def rule(c: Importer, a: Arguments) -> Any:
+        if not gives_many(c.node):  # of all elements
+            return _reduced(mode)(c, a)
+        if reads(c.node, 1):
             raise Skip
         return _reduced(mode)(c, a), None
 

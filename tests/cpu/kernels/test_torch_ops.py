@@ -358,6 +358,24 @@ def test_a_choice_between_whole_numbers_and_bools() -> None:
     same(graph("aten.logical_not.default", (X,), ((5,), BOOL, None)), [some((5,), BOOL, None)])
 
 
+@pytest.mark.parametrize("op", ["eq", "ne", "bitwise_xor"])
+def test_bools_that_are_alike(op: str) -> None:
+    inputs: list[Given] = [((3, 4), BOOL, None), ((4,), BOOL, None)]
+    same(graph(f"aten.{op}.Tensor", (X, Y), *inputs), [some(*each) for each in inputs])
+
+
+@pytest.mark.parametrize("dtype", [I64, I32])
+def test_whole_numbers_are_filled_and_bounded(dtype: torch.dtype) -> None:
+    inputs: list[Given] = [((3, 4), dtype, None), ((4,), BOOL, None)]
+    given = [some(*each) for each in inputs]
+    same(graph("aten.masked_fill.Scalar", (X, Y, -7), *inputs), given)
+    for bounds in ((1, 2), (None, 1), (2,), (2, 1)):
+        same(graph("aten.clamp.default", (X, *bounds), inputs[0]), given[:1])
+    for other, why in ((U8, "whole ones"), (F32, "whole ones")):
+        with pytest.raises(Refused, match=why):
+            patterns.by_rule(graph("aten.clamp.default", (X, 0, 1), ((4,), other, None)), 4)
+
+
 @pytest.mark.parametrize("op", ["add", "sub", "mul"])
 def test_sums_of_whole_numbers(op: str) -> None:
     for dtype in (I64, I32):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,8 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.models.convert import import_model
 from cudnngraph.settings import override
+from tests import generated, numerics
+from tests.models import Of
 
 
 class Gate(nn.Module):
@@ -39,6 +44,40 @@ def test_norms_and_means_are_ops_of_ours_where_kernels_are_generated() -> None:
     left = ops_of(Gate(), kernels=True)
     assert left.count("aten") == 0
     assert (left.count("group_affine"), left.count("reduction"), left.count("cast")) == (1, 5, 1)
+
+
+MIXED: dict[str, Callable[..., torch.Tensor]] = {
+    "mask": lambda x, b, i: x * b,
+    "mask_in_place": lambda x, b, i: x.clone().mul_(b[0]),
+    "masks": lambda x, b, i: torch.where((b * (x > 0)) + (x < -1), x, -x),
+    "finite": lambda x, b, i: torch.where(torch.isfinite(x), x, 0.0),
+    "whole": lambda x, b, i: x * i + i / 3 - torch.sub(x, i, alpha=0.5),
+    "compared": lambda x, b, i: torch.where(x > i, x, x + 1),
+    "filled": lambda x, b, i: x.masked_fill(b, x.max()) - x.min(),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_bools_and_whole_numbers_beside_floats_are_no_torch_steps(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x, b, i = torch.randn(4, 9).to(dtype), torch.rand(4, 9) < 0.5, torch.randint(-3, 7, (9,))
+    x[0, :3] = torch.tensor([math.inf, math.nan, -math.inf]) if name == "finite" else 0.0
+    function = MIXED[name]
+    kernels = generated.install(monkeypatch)
+    with override(kernels=True):
+        model = Of(lambda m, *args: function(*args)).eval()
+        fused = cg.fuse(model, (x, b, i))
+        made = fused(x, b, i)
+    executable = fused.bound(x, b, i).executable
+    assert executable is not None and kernels
+    assert {step.kind for step in executable.steps} == {"kernel"}
+    wide = x.double() if dtype == torch.float32 else x.float()
+    wanted, own = function(wide, b, i), function(x, b, i)
+    assert made.dtype == own.dtype
+    numerics.check(made, wanted.double(), dtype, own, terms=4)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
