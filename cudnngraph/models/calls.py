@@ -462,14 +462,10 @@ def called_by_leaves(model: nn.Module, call: Call, leaves: Sequence[Any]) -> Ite
 
     hooks = []
     try:
-        try:
-            hooks.append(model.register_forward_hook(open_results, with_kwargs=True))
-            if restores:
-                hook = model.register_forward_pre_hook(restore, prepend=True, with_kwargs=True)
-                hooks.append(hook)
-        except RuntimeError as error:
-            name = type(model).__name__
-            raise CannotImport(f"{name} cannot be exported: {error}") from error
+        hooks.append(model.register_forward_hook(open_results, with_kwargs=True))
+        if restores:
+            hook = model.register_forward_pre_hook(restore, prepend=True, with_kwargs=True)
+            hooks.append(hook)
         yield ByLeaves(*arguments)
     finally:
         _run.given = _run.out_spec = None

@@ -206,6 +206,7 @@ def by_torch(
     except Exception as error:
         if asked or "data-dependent" in str(error):  # torch says where numbers are used
             raise CannotImport(f"{name} {asks(asked[-1] if asked else str(error))}") from error
+        check_not_scripted(model, error)
         raise CannotImport(f"{name} cannot be exported: {_export_failure(error)}") from error
     if changes.arguments:
         raise CannotImport(f"{name} changes its arguments, which a graph does not")
@@ -222,6 +223,8 @@ def by_torch(
         if each.kind == InputKind.USER_INPUT:
             if type(each.arg).__name__ == "TensorArgument":
                 placeholders.append(each.arg.name)
+        elif isinstance(held.get(each.target), torch.Generator):
+            raise CannotImport(f"{name} draws random numbers from a generator, which no graph does")
         elif each.target in held:
             constants[each.arg.name] = held[each.target].detach()
         else:
@@ -230,6 +233,18 @@ def by_torch(
         program.graph_module, constants, tuple(placeholders), program.call_spec.out_spec
     )
     return made, changes.state
+
+
+def check_not_scripted(model: nn.Module, cause: Exception | None = None) -> None:
+    """Raise :class:`CannotImport` for a model that is or has a module of TorchScript."""
+    jit: Any = torch.jit
+    for name, part in model.named_modules():
+        if isinstance(part, jit.ScriptModule):
+            what = f"has a ScriptModule, '{name}'" if name else "is a ScriptModule"
+            mend = "use the module that torch.jit was given"
+            raise CannotImport(
+                f"{type(model).__name__} {what}, which cannot be traced; {mend}"
+            ) from cause
 
 
 def asks(trace: str) -> str:

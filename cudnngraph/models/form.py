@@ -23,7 +23,7 @@ from .bound import Bound, cut_to
 from .calls import CONSTANTS, Call, Pattern, called_by_leaves, check_untransformed, mapped
 from .check import Ahead, Errors, floats
 from .convert import Imported, convert
-from .export import Exported, export, foreign
+from .export import Exported, check_not_scripted, export, foreign
 from .folding import why_not_folded
 from .report import Report
 
@@ -139,6 +139,8 @@ def make(
     for leaf in leaves:
         if not isinstance(leaf, CONSTANTS):
             raise CannotImport(f"{name} {foreign(model, type(leaf).__name__, gives=False)}")
+    if isinstance(model, torch.jit.ScriptModule):
+        check_not_scripted(model)
     if ahead is not None:
         start_workers(device, options.policy)
     with called_by_leaves(model, call, leaves) as run:

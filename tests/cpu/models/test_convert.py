@@ -239,6 +239,17 @@ def test_random_numbers_are_refused() -> None:
     assert "it draws random numbers (call model.eval()?)" in text
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_random_numbers_of_a_generator_are_refused(held: bool) -> None:
+    generator = torch.Generator()
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        own = generator if held else torch.Generator().manual_seed(0)
+        return x + torch.randn(4, generator=own)
+
+    assert "Of draws random numbers from a generator" in refusal(forward, image(4))
+
+
 def test_a_sparse_tensor_is_refused() -> None:
     model = Of(lambda m, x: torch.sparse.mm(m.sparse, x), sparse=torch.eye(3).to_sparse())
     with pytest.raises(CannotImport) as caught:

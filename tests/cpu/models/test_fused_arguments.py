@@ -354,8 +354,12 @@ def test_results_that_hold_tensors_in_objects_are_refused() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_scripted_model_is_refused() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4)).eval())
-    with pytest.raises(cg.CannotImport, match=r"ScriptModule cannot be exported: .*not supp"):
+    mend = "which cannot be traced; use the module that torch.jit was given"
+    with pytest.raises(cg.CannotImport, match=rf"ScriptModule is a ScriptModule, {mend}"):
         cg.fuse(scripted, image(2, 4))
+    part = nn.Sequential(nn.ReLU(), scripted).eval()
+    with pytest.raises(cg.CannotImport, match=rf"Sequential has a ScriptModule, '1', {mend}"):
+        cg.fuse(part, image(2, 4))
 
 
 def test_torch_is_told_of_no_class() -> None:
