@@ -18,7 +18,7 @@ import operator
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import FunctionType
@@ -38,6 +38,7 @@ from . import finite, flex
 from .aliases import Aliases
 from .compiler import COMPILER, aside, is_there, saying
 from .known_forms import KnownForms, mapped
+from .spectra import SPECTRA
 
 _aten: Any = torch.ops.aten
 _log = logging.getLogger(__name__)
@@ -309,6 +310,9 @@ class Traced:
         plain = not torch.is_grad_enabled() and not _casts()
         if function is torch.einsum and plain and (pair := _product(*args, **kwargs)) is not None:
             function, name, args, kwargs = torch.matmul, "matmul", pair, {}
+        if function in SPECTRA and plain:
+            with suppress(TypeError):
+                return SPECTRA[function](*args, **kwargs)
         if name is None:
             return function(*args, **kwargs)
         if torch.is_grad_enabled() or _casts():
