@@ -19,6 +19,7 @@ from ..errors import CannotImport
 from ..runtime.state import Held, check_kept
 from . import trace as tracer
 from .compiler import WAYS
+from .encoders import told_by_masks_alone
 from .experts import ONE_SHAPE, by_groups
 
 _TORCH = Path(torch.__file__).parent
@@ -58,7 +59,7 @@ def export(
     Raises :class:`CannotImport` for a model that changes its state or its inputs, and for one
     whose ops depend on the numbers in its tensors. The model is left as it was.
     """
-    with _one_at_a_time, by_groups(model):
+    with _one_at_a_time, by_groups(model), told_by_masks_alone(model):
         return _exported(model, args, kwargs)
 
 
