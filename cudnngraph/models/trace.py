@@ -315,8 +315,10 @@ class Traced:
                 return SPECTRA[function](*args, **kwargs)
         if name is None:
             return function(*args, **kwargs)
-        if torch.is_grad_enabled() or _casts():
-            raise Untraceable(f"{name} under autocast, or to be differentiated")
+        if _casts():
+            raise Untraceable(f"{name} under autocast")
+        if torch.is_grad_enabled():  # the ops that torch makes of it have gradients
+            return function(*args, **kwargs)
         try:
             if function is F.interpolate:
                 return self._new(*_interpolation(*args, **kwargs))
@@ -347,16 +349,20 @@ class Traced:
         result, device = self._computed(op, args, kwargs)
         many = isinstance(result, (tuple, list))
         metas = list(result) if many else [result]
-        if any(not isinstance(each, torch.Tensor) for each in metas):
+        if any(
+            not isinstance(each, torch.Tensor) for each in metas if each is not None or not many
+        ):
             raise Untraceable(f"{op} gives no tensor")
         node = self._node(op, args, kwargs)
         if forms.is_random(op, args, kwargs):
             self._draws.append(node)
         with _no_modes():
-            made = [MetaTensor(each, device) for each in metas]
-        self._alive += made
+            made = [None if each is None else MetaTensor(each, device) for each in metas]
+        self._alive += [each for each in made if each is not None]
         node.meta["val"] = tuple(made) if many else made[0]
         for place, each in enumerate(made):
+            if each is None:  # a gradient that nothing asks for
+                continue
             own = self.graph.call_function(operator.getitem, (node, place)) if many else node
             own.meta["val"] = each
             self._aliases.made(each, own, op, args, kwargs, place if many else None)

@@ -142,12 +142,6 @@ def _casts(m: Any, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, m.w)
 
 
-def _forces(m: Any, x: torch.Tensor) -> torch.Tensor:
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(F.linear(x, m.w).pow(2).sum() + x.pow(3).sum(), x)[0]
-
-
 def _catches(m: Any, x: torch.Tensor) -> torch.Tensor:
     try:
         return x * x.sum().item()
@@ -165,7 +159,6 @@ GIVEN_UP: dict[str, Callable[..., Any]] = {
     "input": lambda m, x: x.add_(1),
     "catches": _catches,
     "casts": _casts,
-    "forces": _forces,
     "statistics": lambda m, x: F.batch_norm(x, m.c, m.c, training=True),
     "address": lambda m, x: x + x.data_ptr() % 2,
     "maybe_a_view": lambda m, x: (y := x * 2, y.flatten(1).add_(1))[0],

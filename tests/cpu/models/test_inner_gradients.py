@@ -1,0 +1,84 @@
+"""Models that differentiate within their forward, as those of forces do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import cudnngraph as cg
+from cudnngraph.models import trace
+from tests import numerics
+from tests.models import Of, image
+
+
+def forces(energy: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """The energy, and less its gradient."""
+
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            made = energy(m, x).square().sum()  # of one sign, so that nothing cancels
+            return made.detach(), -torch.autograd.grad(made, x)[0]
+
+    return forward
+
+
+def _twice(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(m.l(x).tanh().sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x)[0]
+
+
+MODELS: dict[
+    str, tuple[Callable[..., Any], Callable[[], dict[str, nn.Module]], tuple[int, ...]]
+] = {
+    "layers": (
+        forces(lambda m, x: m.two(F.silu(m.one(x)))),
+        lambda: {"one": nn.Linear(3, 8), "two": nn.Linear(8, 1)},
+        (5, 3),
+    ),
+    "distances": (
+        forces(lambda m, x: torch.exp(-(x[:, None] - x + torch.ones_like(x)).norm(dim=-1))),
+        lambda: {},
+        (5, 3),
+    ),
+    "images": (
+        forces(lambda m, x: F.max_pool2d(m.norm(m.conv(x)), 2).relu()),
+        lambda: {"conv": nn.Conv2d(3, 4, 3), "norm": nn.GroupNorm(2, 4)},
+        (2, 3, 8, 8),
+    ),
+    "attention": (
+        forces(lambda m, x: m.a(x, x, x)[0].pow(2)),
+        lambda: {"a": nn.MultiheadAttention(8, 2, batch_first=True)},
+        (2, 5, 8),
+    ),
+    "twice": (_twice, lambda: {"l": nn.Linear(8, 8)}, (2, 8)),
+    "function": (
+        lambda m, x: torch.func.grad(lambda row: m.l(row).pow(2).sum())(x),
+        lambda: {"l": nn.Linear(8, 8)},
+        (2, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_within_a_model_are_traced(name: str) -> None:
+    forward, parts, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, x = Of(forward, **parts()).eval(), image(*shape)
+    assert trace.trace(model, (x,), {}) is not None
+    fused = cg.fuse(model, x)
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+    for value in (x, image(*shape) + 1):
+        made, own = (torch.utils._pytree.tree_leaves(each(value)) for each in (fused, model))
+        exact = torch.utils._pytree.tree_leaves(model.double()(value.double()))
+        model.float()
+        for mine, theirs, wanted in zip(made, own, exact, strict=True):
+            assert mine.dtype == theirs.dtype and not mine.requires_grad
+            numerics.check(mine, wanted.detach(), torch.float32, theirs.detach(), terms=64)
