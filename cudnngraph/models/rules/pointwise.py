@@ -82,11 +82,10 @@ def _two(method: str) -> Rule:
         x, other = c.operand(first(a)), a["exponent"] if "exponent" in a else a["other"]
         if method in _COMPARES and isinstance(other, float) and x.dtype in LOW_PRECISION:
             other = torch.tensor(other, dtype=x.dtype).item()  # as torch compares
-        y = c.operand(other)
+        x, y = _alike(c, x, c.operand(other))
         alpha = a.get("alpha", 1)
         if a.get("rounding_mode") is not None:
             raise Skip
-        x, y = _alike(c, x, y)
         y = y if alpha == 1 else c.g.mul(y, float(alpha))
         bools = all(isinstance(each, Value) and each.dtype == torch.bool for each in (x, y))
         return getattr(c.g, _OF_BOOLS.get(method, method) if bools else method)(x, y)  # type: ignore[no-any-return]
@@ -108,8 +107,9 @@ def _mul(c: Importer, a: Arguments) -> Value:
 
 
 def _rsub(c: Importer, a: Arguments) -> Value:
-    x, alpha = c.operand(a["self"]), a.get("alpha", 1)
-    return c.g.sub(c.operand(a["other"]), x if alpha == 1 else c.g.mul(x, float(alpha)))
+    x, y = _alike(c, c.operand(a["self"]), c.operand(a["other"]))
+    alpha = a.get("alpha", 1)
+    return c.g.sub(y, x if alpha == 1 else c.g.mul(x, float(alpha)))
 
 
 def _pow(c: Importer, a: Arguments) -> Value:

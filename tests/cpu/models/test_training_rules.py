@@ -34,6 +34,7 @@ CLASSES = torch.tensor([0, 5, 2, 2, 6, 1])
 PIXELS = (torch.arange(2 * 5 * 3) % 4).view(2, 5, 3)
 REDUCTIONS = ("mean", "sum", "none")
 WEIGHTS, TARGET = torch.linspace(0.5, 1.5, 7), torch.linspace(0, 1, 42).view(6, 7)
+COUNTS = torch.arange(1, 8)
 PAIR: Shapes = ((6, 7), (6, 7))
 IMAGE: Shapes = ((2, 4, 6, 5),)
 
@@ -143,6 +144,10 @@ COMPUTED: dict[str, tuple[Function, Shapes]] = {
     "norms": (lambda x: x.norm(1, -1) * x.norm(2, -1), PAIR[:1]),
     "within bounds": (lambda x, y, z: torch.clamp(x, y - 1, z + 1), PAIR + PAIR[:1]),
     "least values": (lambda x: F.threshold(x.tanh(), 0.2, -3.0), PAIR[:1]),
+    "bools and whole numbers": (
+        lambda x, y: x.exp() * (x > y) / COUNTS + (COUNTS - y) * COUNTS,
+        PAIR,
+    ),
     "selu": (lambda x: F.selu(x) + F.elu(x, 0.7), PAIR[:1]),
     "weighted logits": (
         lambda x: F.binary_cross_entropy_with_logits(
@@ -208,6 +213,7 @@ WRITTEN = {
     **{name: COMPUTED[name] for name in ("gated", "prelu", "signs", "near the second")},
     **{name: COMPUTED[name] for name in ("counts", "masks as numbers", "largest, shared by ties")},
     **{name: COMPUTED[name] for name in ("any and all", "spreads and means")},
+    "bools and whole numbers": COMPUTED["bools and whole numbers"],
 }
 
 
@@ -220,6 +226,13 @@ def test_kernels_that_are_generated_for_it_compute_the_same(
     torch.manual_seed(0)
     alike(function, *(torch.randn(shape) for shape in shapes), policy=GENERATES)
     assert made
+
+
+def test_whole_numbers_beside_16_bits_are_rounded_to_these() -> None:
+    function = lambda x: x * torch.arange(256, 264)  # noqa: E731  # of which bfloat16 has half
+    x = torch.ones(8, dtype=torch.bfloat16)
+    assert alike(function, x, dtype=torch.bfloat16, policy=GENERATES) == []
+    assert torch.equal(compiled(function, policy=GENERATES)(x), function(x))
 
 
 def test_a_class_that_no_row_has_counts_for_nothing() -> None:
