@@ -1,7 +1,9 @@
 """Graphs of torch.compile with calls that no graph of ours can hold, cut at these calls.
 
 They are torch's higher-order ops: kernels of Triton, ops that write over their operands, control
-flow. Torch runs each between graphs of ours. Those that only call a graph are called as that before
+flow. On a CPU so are ops that read numbers and draw others, beside other random ones: a graph draws
+in front of it, and the order would not be the model's. Torch runs each between graphs of ours.
+Higher-order ops that only call a graph are called as that before
 a graph is traced, and flex attention as other ops, or by torch's own kernels
 (:mod:`~cudnngraph.models.flex`).
 """
@@ -10,14 +12,15 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.utils import _pytree as pytree
 
-from . import flex, report
+from . import draws, flex, report
 from .export import last_line
 from .report import Report
 
@@ -87,8 +90,22 @@ def _is_torchs(part: torch.fx.GraphModule, node: Node) -> bool:
 
 def is_needed(module: torch.fx.GraphModule) -> bool:
     """Whether a graph has calls to be cut at. One with effects is left as it is."""
-    names = {flex.higher_name(node.target) for node in module.graph.nodes} - {""}
+    names = set(_torchs(module.graph.nodes).values())
     return bool(names) and "with_effects" not in names
+
+
+def _torchs(nodes: Iterable[Node]) -> dict[Node, str]:
+    """The calls to be cut at, with their names."""
+    found = {node: name for node in nodes if (name := flex.higher_name(node.target))}
+    random = [node for node in nodes if draws.is_random(node) and _is_on_cpu(node)]
+    if len(random) > 1:
+        found |= {node: str(node.target) for node in random if draws.reads_numbers(node)}
+    return found
+
+
+def _is_on_cpu(node: Node) -> bool:
+    seen = pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in seen)
 
 
 @dataclass(frozen=True)
@@ -127,7 +144,8 @@ class Cut:
         self._steps: list[_Step] = []
         self._ours: dict[int, Part] = {}
         self._left: list[tuple[str, str]] = []
-        parts = list(_parts(nodes))
+        torchs = _torchs(nodes)
+        parts = list(_parts(nodes, torchs))
         kept = {each for each in self._results if isinstance(each, Node)}
         last = {read: at for at, part in enumerate(parts) for node in part for read in _read(node)}
         last |= dict.fromkeys(kept, len(parts))
@@ -135,7 +153,7 @@ class Cut:
             own = set(part)
             reads = tuple(dict.fromkeys(r for node in part for r in _read(node) if r not in own))
             gives = tuple(node for node in part if last.get(node, number) > number)
-            if name := flex.higher_name(part[0].target):
+            if name := torchs.get(part[0]):
                 by_torch = _by_torch(traced, part, reads, gives)
                 is_flex = name.startswith("flex_attention")
                 module = partial(_module, traced, part, reads, gives)
@@ -179,15 +197,15 @@ class Cut:
             return tuple(values[each] if isinstance(each, Node) else each for each in self._results)
 
 
-def _parts(nodes: Sequence[Node]) -> Iterator[list[Node]]:
-    """The calls of a graph in order: a higher-order op with its results, and all that is between
+def _parts(nodes: Sequence[Node], torchs: Container[Node]) -> Iterator[list[Node]]:
+    """The calls of a graph in order: one of torch's with its results, and all that is between
     two."""
     part: list[Node] = []
-    results = {each for node in nodes if flex.higher_name(node.target) for each in _results(node)}
+    results = {each for node in nodes if node in torchs for each in _results(node)}
     for node in nodes:
         if node.op != "call_function" or node in results:
             continue
-        if flex.higher_name(node.target):
+        if node in torchs:
             if part:
                 yield part
             yield [node, *_results(node)]
@@ -275,7 +293,7 @@ def _taken_apart(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 def _by_torch(
     whole: torch.fx.GraphModule, part: Sequence[Node], reads: Sequence[Node], gives: Sequence[Node]
 ) -> Call:
-    """A higher-order op, with its results, as something to call with what it reads."""
+    """An op of torch's, with its results, as something to call with what it reads."""
     op, *results = part
     held = {
         each: operator.attrgetter(str(each.target))(whole)

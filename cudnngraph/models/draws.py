@@ -61,7 +61,7 @@ def take_out(module: torch.fx.GraphModule) -> list[Draw]:
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
             continue
         if target is _aten.native_dropout.default:
-            if forms.is_random(target, node.args, node.kwargs):
+            if is_random(node):
                 _without_dropout(graph, node, drawn)
         elif (make := _maker(node)) is not None:
             node.replace_all_uses_with(drawn(node.meta["val"], make))
@@ -71,22 +71,49 @@ def take_out(module: torch.fx.GraphModule) -> list[Draw]:
     return draws
 
 
+def is_random(node: torch.fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return forms.is_random(target, node.args, node.kwargs)
+
+
+def reads_numbers(node: torch.fx.Node) -> bool:
+    """Whether a random op reads more of its operands than their form."""
+    if node.target is _aten.native_dropout.default:
+        return False
+    given = (node.args[1:] if _is_of_form(node.target) else node.args, node.kwargs)
+    read = (each.meta.get("val") for each in _nodes(given))
+    return any(isinstance(each, torch.Tensor) for each in read)
+
+
+def _is_of_form(target: Any) -> bool:
+    return str(target).removeprefix("aten.").removesuffix(".default") in _OF_FORM
+
+
+def _nodes(given: Any) -> list[torch.fx.Node]:
+    found: list[torch.fx.Node] = []
+    torch.fx.map_arg(given, found.append)
+    return found
+
+
 def _maker(node: torch.fx.Node) -> Callable[[], torch.Tensor] | None:
     """What runs a random op by itself; None for another op, and for one that reads numbers."""
     target: Any = node.target
     seen = node.meta.get("val")
     if not isinstance(seen, torch.Tensor) or not _is_known(seen):
         return None
-    if not forms.is_random(target, node.args, node.kwargs):
+    if not is_random(node):
         return None
     rest: tuple[Any, ...] = tuple(node.args)
     like: torch.Tensor | None = None
-    if str(target).removeprefix("aten.").removesuffix(".default") in _OF_FORM:
+    if _is_of_form(target):
         like = rest[0].meta["val"] if isinstance(rest[0], torch.fx.Node) else None
         if like is None or not _is_known(like):
             return None
         rest = rest[1:]
-    if torch.fx.map_arg((rest, node.kwargs), lambda each: None) != (rest, dict(node.kwargs)):
+    if _nodes((rest, node.kwargs)):
         return None
     kwargs = dict(node.kwargs)
     if like is None:

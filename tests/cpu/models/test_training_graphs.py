@@ -101,6 +101,27 @@ def test_an_op_that_reads_numbers_and_draws_others_is_a_step_of_torch() -> None:
     assert left_to_torch() == ["aten.bernoulli.default"]
 
 
+def _read_last_first(x: torch.Tensor) -> torch.Tensor:
+    first, last = torch.bernoulli(x.detach().sigmoid()), torch.poisson(x.detach().exp())
+    return x * last + x.tanh() * first
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.dropout(F.rrelu(F.dropout(x, 0.3), training=True), 0.2),
+        lambda x: torch.bernoulli(x.detach().sigmoid()) * F.dropout(x, 0.5),
+        _read_last_first,
+    ],
+    ids=["a slope", "a gate", "two"],
+)
+def test_random_numbers_come_in_the_order_of_the_model(function: Any) -> None:
+    """Also beside ops that read numbers, which cannot draw in front of the graph."""
+    x = image(6, 5, 8)
+    for mine, own in zip(trained(compiled(function), x), trained(function, x), strict=True):
+        torch.testing.assert_close(mine, own)
+
+
 # -- what is saved, and of what form ---------------------------------------------------------------
 
 
