@@ -92,8 +92,8 @@ def _group_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     assert isinstance(x, torch.fx.Node)
     made = x.meta["val"]
     with graph.inserting_before(node):
-        images, channels = _size(graph, x, 0), made.shape[1]
-        column = [1, channels, *(1 for _ in made.shape[2:])]
+        images, width = _size(graph, x, 0), _of_group(graph, x, groups)
+        column = [1, -1, *(1 for _ in made.shape[2:])]
         dtype = wide(made.dtype)
         # What is read behind an op that fuses with none, as the statistics are, the partitioner has
         # kept: the images are read by another name, which comes before.
@@ -115,7 +115,7 @@ def _group_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         y = _cast(graph, y, made.dtype)
 
         def of_groups(statistic: torch.fx.Node) -> torch.fx.Node:
-            shape = [images, groups, channels // groups]
+            shape = [images, groups, width]
             apart = _called(graph, _aten.view.default, statistic, shape)
             return _called(graph, _aten.select.int, apart, 2, 0)
 
@@ -139,7 +139,7 @@ def normalized(
 ) -> torch.fx.Node:
     """What ``forward_backward.normalized`` computes as ops of torch's, for one reader alone."""
     made = x.meta["val"]
-    column, dtype = [1, made.shape[1], *(1 for _ in made.shape[2:])], wide(made.dtype)
+    column, dtype = [1, -1, *(1 for _ in made.shape[2:])], wide(made.dtype)
 
     def of_channels(vector: torch.fx.Node) -> torch.fx.Node:
         return _cast(graph, _called(graph, _aten.view.default, vector, column), dtype)
@@ -217,6 +217,14 @@ def _size(graph: torch.fx.Graph, node: torch.fx.Node, dim: int) -> int | torch.f
     """The extent of a dim, as a node if it is left open."""
     size = node.meta["val"].shape[dim]
     return size if type(size) is int else _called(graph, _aten.sym_size.int, node, dim)
+
+
+def _of_group(graph: torch.fx.Graph, x: torch.fx.Node, groups: Any) -> int | torch.fx.Node:
+    """How many of the channels of x a group has."""
+    channels = _size(graph, x, 1)
+    if not isinstance(channels, torch.fx.Node):
+        return int(channels // groups)
+    return _called(graph, operator.floordiv, channels, groups)
 
 
 _LOSSES = (_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default)

@@ -62,6 +62,23 @@ def test_group_norms_train(dtype: torch.dtype, rank: int, last: bool, affine: bo
     assert len(reports) == 2 and not any(each.opaque for each in reports)
 
 
+@pytest.mark.parametrize("affine", [False, True])
+def test_the_number_of_channels_may_be_left_open(affine: bool) -> None:
+    """As behind a pixel_unshuffle of images whose sizes change."""
+    norm = nn.GroupNorm(2, 16, affine=affine)
+    model = nn.Sequential(nn.ReLU(), nn.PixelUnshuffle(2), norm)
+    exact = copy.deepcopy(model).double()
+    ours: Any = torch.compile(model, backend="cudnngraph", dynamic=True)
+    for images, rows in ((1, 4), (2, 8)):
+        x = torch.randn(images, 4, rows, 8)
+        by = torch.randn(images, 16, rows // 2, 4, dtype=torch.float64)
+        found = gradients(model, ours, x.requires_grad_(), by)
+        eager = gradients(model, model, x, by)
+        wanted = gradients(exact, exact, x.detach().double().requires_grad_(), by)
+        numerics.no_farther_than_eager(found, eager, wanted, F32)
+    assert not any(each.refused for each in cg.reports())
+
+
 def test_autocast_casts_for_a_group_norm_as_torch_does() -> None:
     model, x = Normed(4, True), torch.randn(2, 3, 6, 5)
     ours: Any = torch.compile(model, backend="cudnngraph")
