@@ -10,6 +10,7 @@ import torch
 from ...graph.value import Value
 from ...ops.base import FLOATS, LOW_PRECISION
 from .base import Arguments, Rule, Skip
+from .norm import as_kept
 from .shape import part
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ def _norm_of_batch(c: Importer, a: Arguments) -> tuple[Any, ...]:
             return c.value(a[name])
         return c.constant(torch.full(x.shape[1:2], number, dtype=wide, device=c.device))
 
-    return c.g.batch_norm_train(x, vector("weight", 1.0), vector("bias", 0.0), eps=float(a["eps"]))
+    weight, bias = vector("weight", 1.0), vector("bias", 0.0)
+    return as_kept(c, a, c.g.batch_norm_train(x, weight, bias, eps=float(a["eps"])))
 
 
 RULES: dict[str, Rule] = {

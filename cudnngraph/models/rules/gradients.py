@@ -11,7 +11,7 @@ from ...graph.value import Value
 from ...ops.base import FLOATS
 from .base import Arguments, Rule, Skip, spread
 from .conv_forms import gradients_by_dense_values
-from .norm import norm_weight, takes_group_norm
+from .norm import as_kept, norm_weight, takes_group_norm, widened
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -33,15 +33,15 @@ def _batch_norm_train(c: Importer, a: Arguments) -> tuple[Value, ...]:
     running = c.value(a["running_mean"]), c.value(a["running_var"])
     eps, momentum = float(a["eps"]), float(a["momentum"])
     x = c.value(a["input"])
-    return c.g.batch_norm_train(x, *affine, *running, eps=eps, momentum=momentum)
+    made = c.g.batch_norm_train(x, *affine, *running, eps=eps, momentum=momentum)
+    return as_kept(c, a, made)
 
 
 def _batch_norm_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
     if not a["train"]:
         return _batch_norm_frozen_backward(c, a)
-    dy, x, mean, deviation = (
-        c.value(a[name]) for name in ("grad_out", "input", "save_mean", "save_invstd")
-    )
+    dy, x = c.value(a["grad_out"]), c.value(a["input"])
+    mean, deviation = widened(c, a["save_mean"]), widened(c, a["save_invstd"])
     made = c.g.batch_norm_backward(dy, x, _affine(c, a, "weight", 1.0), mean, deviation)
     return tuple(
         value if wanted else None for value, wanted in zip(made, a["output_mask"], strict=True)
@@ -111,7 +111,8 @@ def _convolution_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
 
 
 def _layer_norm_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
-    dy, x, mean, deviation = (c.value(a[name]) for name in ("grad_out", "input", "mean", "rstd"))
+    dy, x = c.value(a["grad_out"]), c.value(a["input"])
+    mean, deviation = widened(c, a["mean"]), widened(c, a["rstd"])
     of_x, of_weight, of_bias = a["output_mask"]
     weight = norm_weight(c, a)
     made = c.g.layer_norm_backward(dy, x, weight, mean, deviation, bias_grad=bool(of_bias))

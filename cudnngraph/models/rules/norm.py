@@ -15,6 +15,7 @@ from ...ir.spec import (
     is_contiguous,
 )
 from ...ops import meta as forms
+from ...ops.base import LOW_PRECISION
 from ..aten_ops import NORMS, OF_BATCHES
 from ..norm_patterns import match_rms_norm
 from .base import Arguments, Rule, Skip, gives_many, reads
@@ -126,9 +127,31 @@ def _layer_norm(c: Importer, a: Arguments) -> Any:
     bias = None if a["bias"] is None else c.value(a["bias"])
     eps = float(a["eps"])
     if gives_many(c.node) and (reads(c.node, 1) or reads(c.node, 2)):
-        return c.g.layer_norm(x, weight, bias, eps=eps, return_stats=True)
+        return as_kept(c, a, c.g.layer_norm(x, weight, bias, eps=eps, return_stats=True))
     y = c.g.layer_norm(x, weight, bias, eps=eps)
     return (y, None, None) if gives_many(c.node) else y
+
+
+def as_kept(c: Importer, a: Arguments, made: tuple[Value, ...]) -> tuple[Value, ...]:
+    """A norm's results, with statistics in the dtypes that torch keeps them in. Where all operands
+    have 16 bits, so have those of the batch on a CPU, and new running ones have not."""
+    given = [each.dtype for each in a.values() if isinstance(each, (Value, torch.Tensor))]
+    kept = [
+        forms.dtype_made(c.node.target, number, seen.dtype, given)
+        for number, seen in enumerate(c.node.meta["val"])
+    ]
+    if made[0].dtype != kept[0]:
+        return made
+    return tuple(
+        value if value.dtype == dtype else c.g.cast(value, dtype)
+        for value, dtype in zip(made, kept, strict=True)
+    )
+
+
+def widened(c: Importer, statistic: Any) -> Value:
+    """What a norm has kept for its gradient, at least in float32."""
+    value = c.value(statistic)
+    return c.g.cast(value, torch.float32) if value.dtype in LOW_PRECISION else value
 
 
 def takes_group_norm(c: Importer, x: Value) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from collections.abc import Iterator
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import cudnngraph as cg
 from cudnngraph.models import dynamo, saved
-from tests import generated
+from tests import generated, numerics
 from tests.fused import compiled
 from tests.models import image
-from tests.training import Function, alike, left_to_torch, trained
+from tests.training import Function, alike, gradients, left_to_torch, trained
 
 GENERATES = cg.Policy(kernels=True)
 Shapes = tuple[tuple[int, ...], ...]
@@ -371,6 +373,33 @@ def test_nothing_of_frozen_batch_norms_is_left_to_torch(affine: bool, dtype: tor
     assert left_to_torch() == []
     for mine, own in zip(found, trained(normalised, *data), strict=True):
         torch.testing.assert_close(mine, own, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        *(nn.LayerNorm(5), nn.LayerNorm(5, elementwise_affine=False)),
+        *(nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False)),
+        nn.InstanceNorm2d(4, affine=True),
+    ],
+    ids=str,
+)
+def test_norms_train_whose_weights_and_statistics_have_16_bits(
+    norm: nn.Module, dtype: torch.dtype
+) -> None:
+    """As on a CPU, where torch keeps them so."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), copy.deepcopy(norm)).to(dtype)
+    own, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    x, by = image(*IMAGE[0]).to(dtype), torch.linspace(-1, 1, 240, dtype=torch.float64)
+    by = by.view(IMAGE[0])
+    found = gradients(model, compiled(model), x.requires_grad_(), by)
+    eager = gradients(own, own, x, by)
+    wanted = gradients(exact, exact, x.detach().double().requires_grad_(), by)
+    numerics.no_farther_than_eager(found, eager, wanted, dtype)
+    running = ([b for b in each.buffers() if b.is_floating_point()] for each in (model, own, exact))
+    numerics.no_farther_than_eager(*running, dtype)
+    assert left_to_torch() == []
 
 
 def test_a_gradient_of_the_second_operand_alone_is_its_own() -> None:
