@@ -388,6 +388,8 @@ class Fused(StandIn):
             return f"dynamic= pads {said}: name every argument of that size in it"
         (args, kwargs), own = call.arguments(), parameters(self.unfused)
         alone = args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(alone, list):
+            return "the list is one argument; give several as a tuple, as to a call: fused(*inputs)"
         if not isinstance(alone, Mapping) or not alone or any(key not in own for key in alone):
             return ""
         kind = type(alone).__name__

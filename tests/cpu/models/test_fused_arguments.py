@@ -200,6 +200,14 @@ class Encoder(nn.Module):
         return ids.float() * mask
 
 
+def test_a_list_for_a_model_that_takes_its_items_says_so() -> None:
+    text = r"the list is one argument; give several as a tuple, as to a call: fused\(\*inputs\)"
+    with pytest.raises(cg.CannotImport, match=text):
+        cg.fuse(Encoder().eval(), [torch.ones(2, 3), torch.ones(2, 3)])
+    fused = cg.fuse(Of(lambda m, xs: xs[0] + xs[1]).eval(), [image(2), image(2)])
+    torch.testing.assert_close(fused([image(2), image(2)]), 2 * image(2))
+
+
 def test_a_mapping_for_a_model_that_takes_its_items_says_so() -> None:
     tokens = Tokens(ids=torch.ones(2, 3), mask=torch.ones(2, 3))
     text = r"the Tokens is one argument; give its items by name: fused\(\*\*inputs\)"
