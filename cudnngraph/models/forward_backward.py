@@ -17,28 +17,59 @@ from typing import Any
 
 import torch
 
-from . import parts
+from . import draws, parts
 
 Tensor = torch.Tensor
 _aten: Any = torch.ops.aten
 
 
 def fewest_bytes(*, kernels: bool) -> Any:
-    """torch's partitioner of forward and backward; with ``kernels``, as this module says."""
+    """torch's partitioner of forward and backward; with ``kernels``, as this module says. What is
+    random is drawn once."""
     partition = import_module("functorch.compile").min_cut_rematerialization_partition
-    if not kernels:
-        return partition
+
+    def plain(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        with _drawn_once():
+            return partition(joint, inputs, **options)
 
     def parted(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         parts.take_apart(joint)
         _apply_statistics(joint)
         with _told():
-            forward, backward = partition(joint, inputs, **options)
+            forward, backward = plain(joint, inputs, **options)
         _as_one(forward)
         _as_one(backward)
         return forward, backward
 
-    return parted
+    return parted if kernels else plain
+
+
+@contextmanager
+def _drawn_once() -> Iterator[None]:
+    """torch's partitioner, which keeps random numbers: within a budget of memory its backward would
+    compute what is made of them by others, that it draws."""
+    module: Any = import_module("torch._functorch.partitioners")
+    name = "choose_saved_values_set"
+    theirs = getattr(module, name, None)
+    if theirs is None:
+        yield
+        return
+
+    def ours(graph: torch.fx.Graph, info: Any, *rest: Any, **options: Any) -> list[Any]:
+        kept = list(theirs(graph, info, *rest, **options))
+        for node in graph.nodes:
+            if not draws.is_random(node) or node not in info.required_fw_nodes:
+                continue
+            if not module.must_recompute(node):  # as a checkpoint's, whose state is kept
+                results = [user for user in node.users if user.target is operator.getitem]
+                kept += results or [node]
+        return list(dict.fromkeys(kept))  # what no backward reads is left out later
+
+    setattr(module, name, ours)
+    try:
+        yield
+    finally:
+        setattr(module, name, theirs)
 
 
 #: Ops that a kernel computes, or reads, in one pass with what is pointwise around them.

@@ -86,6 +86,24 @@ def test_random_numbers_of_a_form_are_drawn_as_torch_draws_them(name: str) -> No
     assert left_to_torch() == opaque
 
 
+@pytest.mark.parametrize("generates", [False, True])
+@pytest.mark.parametrize("budget", [0, 0.5])
+def test_a_budget_of_memory_draws_no_numbers_again(budget: float, generates: bool) -> None:
+    """What a backward computes again, it computes of the numbers of its forward."""
+
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout((x @ x.mT).exp(), 0.5) * torch.bernoulli(x.detach().sigmoid().mean())
+        return (F.dropout2d(x[None], 0.5)[0] @ x).square() + torch.rand_like(x) * x
+
+    x = image(3, 5, 5)
+    policy = cg.Policy(kernels=generates)
+    run = compiled(dropped, activation_memory_budget=budget, policy=policy)
+    for seed in range(3):
+        mine, own = (trained(each, x, seed=seed) for each in (run, dropped))
+        torch.testing.assert_close(mine, own)
+    assert not any(report.refused for report in cg.reports())
+
+
 def test_an_op_that_reads_numbers_and_draws_others_is_a_step_of_torch() -> None:
     def chosen(x: torch.Tensor) -> torch.Tensor:
         return x * torch.bernoulli(x.detach().sigmoid())
