@@ -14,6 +14,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -120,8 +121,16 @@ def _settings() -> Iterator[Check]:
     except SettingsError as error:
         yield Check("settings", "fail", str(error), "set the variable to a value it can have")
         return
-    names = [v.name for v in settings.VARIABLES if os.environ.get(v.name)]
-    yield Check("settings", "pass", ", ".join(names) or "no variable is set")
+    known = [v.name for v in settings.VARIABLES]
+    names = [name for name in known if os.environ.get(name)]
+    detail = ", ".join(names) or "no variable is set"
+    others = sorted(name for name in set(os.environ) - set(known) if name.startswith("CUDNNGRAPH_"))
+    if others:
+        near = [each for name in others for each in get_close_matches(name, known)] or known
+        mend = f"unset it, or set one of {', '.join(dict.fromkeys(near))}"
+        yield Check("settings", "warn", f"{detail}; not known: {', '.join(others)}", mend)
+    else:
+        yield Check("settings", "pass", detail)
 
 
 def _torch() -> Iterator[Check]:

@@ -14,6 +14,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import settings
+from cudnngraph.cli import doctor
 from cudnngraph.errors import SettingsError
 from cudnngraph.settings import Settings
 from tests import python
@@ -272,3 +273,18 @@ def test_the_setting_of_tune_is_no_part_of_the_key() -> None:
     with settings.override(tune="autotune"):
         tuned = g.compile("cpu").key
     assert tuned == g.compile("cpu").key
+
+
+def test_doctor_tells_a_variable_that_nobody_reads_with_what_is_like_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable in settings.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    monkeypatch.delenv("CUDNNGRAPH_TEST_CASE", raising=False)
+    (check,) = doctor._settings()
+    assert (check.status, check.detail) == ("pass", "no variable is set")
+    monkeypatch.setenv("CUDNNGRAPH_CACHEDIR", "/somewhere")
+    (check,) = doctor._settings()
+    assert check.status == "warn"
+    assert check.detail == "no variable is set; not known: CUDNNGRAPH_CACHEDIR"
+    assert check.mend.startswith("unset it, or set one of CUDNNGRAPH_CACHE_DIR")
