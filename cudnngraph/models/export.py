@@ -79,6 +79,11 @@ def _exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] |
         raise CannotImport(
             f"{type(model).__name__} changes '{held.name(error.tensor)}' in place, {_NO_GRAPH}"
         ) from error
+    except tracer.Overlaps as error:
+        raise CannotImport(
+            f"{type(model).__name__}: {error}, as those of an expanded tensor are; write over a "
+            "clone() of it"
+        ) from error
     except tracer.Foreign as error:
         what = foreign(model, error.kind, gives=error.gives)
         raise CannotImport(f"{type(model).__name__} {what}") from error

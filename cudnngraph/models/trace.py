@@ -102,6 +102,10 @@ class Writes(Untraceable):
         self.tensor = tensor
 
 
+class Overlaps(Untraceable):
+    """It writes over elements that are one in memory: no other way to import it is right."""
+
+
 class Foreign(Untraceable):
     """It takes or ``gives`` an object that is no tensor, plain value or container of those."""
 
@@ -387,7 +391,7 @@ class Traced:
         if id(first.tensor) in self._real:
             raise Writes(op, self._real[id(first.tensor)][1])
         if overlaps_itself(tuple(target.shape), target.stride()):
-            raise Untraceable(f"{op} writes over elements that are one in memory")
+            raise Overlaps(f"{op} writes over elements that are one in memory")
         made = self._new(pure, args, kwargs)
         if made.shape != target.shape:
             raise Untraceable(f"{op} changes a shape")
@@ -664,7 +668,7 @@ def trace(
     try:
         with saying(way):
             return _traced(model, args, kwargs)
-    except (Writes, Foreign):
+    except (Writes, Overlaps, Foreign):
         raise
     except Exception as error:  # whatever it is, torch.export is to say so
         if isinstance(error, Asks) and asked is not None:
@@ -681,7 +685,7 @@ def _traced(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             traced = Traced(model, args, kwargs)
             if not guard.asked:  # else the model may have caught that there is none
                 return traced
-        except (Writes, Foreign):
+        except (Writes, Overlaps, Foreign):
             raise
         except Exception:
             if not guard.asked:

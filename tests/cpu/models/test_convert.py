@@ -250,6 +250,27 @@ def test_random_numbers_of_a_generator_are_refused(held: bool) -> None:
     assert "Of draws random numbers from a generator" in refusal(forward, image(4))
 
 
+@pytest.mark.parametrize("write", ["index", "fill", "zero"])
+def test_writes_over_an_expanded_tensor_are_refused(write: str) -> None:
+    """torch.export's graph of them writes elsewhere."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        many = (x * 2).unsqueeze(1).expand(4, 3, 5)
+        if write == "index":
+            many[many > 0.3] = -0.5
+        elif write == "fill":
+            many[:, 1:].fill_(1.0)
+        else:
+            many[2].zero_()
+        return many + 1
+
+    text = refusal(forward, image(4, 5))
+    assert "writes over elements that are one in memory, as those of an expanded tensor" in text
+    assert text.endswith("; write over a clone() of it")
+    copied = Of(lambda m, x: (x * 2).unsqueeze(1).expand(4, 3, 5).clone().zero_() + x[:, None])
+    check(copied, image(4, 5))
+
+
 def test_a_sparse_tensor_is_refused() -> None:
     model = Of(lambda m, x: torch.sparse.mm(m.sparse, x), sparse=torch.eye(3).to_sparse())
     with pytest.raises(CannotImport) as caught:
