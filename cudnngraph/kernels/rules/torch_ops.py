@@ -285,6 +285,11 @@ def _remainder(a: str, b: str) -> str:
     return f"({left} != 0.0f && ({left} < 0.0f) != ({b} < 0.0f) ? {left} + {b} : {left})"
 
 
+def _sinc(x: str) -> str:
+    turned = f"({number(math.pi)} * {x})"
+    return f"({x} == 0.0f ? 1.0f : sinf({turned}) / {turned})"
+
+
 def _step(a: str, b: str) -> str:
     return f"({a} == 0.0f ? {b} : (float)({a} > 0.0f))"
 
@@ -407,12 +412,11 @@ _FUNCTIONS = {
     **{name: f"{name}f" for name in ("log10", "erfc", "floor", "ceil", "trunc")},
     "round": "rintf",  # halves to even numbers
 }
-_PI = number(math.pi)
 _OF_ONE: Mapping[str, Callable[[str], str]] = {
     "frac": lambda x: f"({x} - truncf({x}))",
     "deg2rad": lambda x: f"({x} * {number(math.pi / 180)})",
     "rad2deg": lambda x: f"({x} * {number(180 / math.pi)})",
-    "sinc": lambda x: f"({x} == 0.0f ? 1.0f : sinf({_PI} * {x}) / ({_PI} * {x}))",
+    "sinc": _sinc,
     "sign": lambda x: f"(float)((0.0f < {x}) - ({x} < 0.0f))",
 }
 _TESTS: Mapping[str, Callable[[str], str]] = {

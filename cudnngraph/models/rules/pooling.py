@@ -1,4 +1,4 @@
-"""Rules for reductions, pooling and resizing."""
+"""Rules for pooling, resizing, and what is read at an index."""
 
 from __future__ import annotations
 
@@ -18,173 +18,11 @@ from ...ops import row_sums
 from ...ops.base import FLOATS, LOW_PRECISION
 from ...ops.resampling import in_padding
 from ..aten_ops import UPSAMPLES, packets
-from .base import Arguments, Rule, Skip, cast_to, first, gives_many, reads, spread
-from .contraction import contracted
+from .base import Arguments, Rule, Skip, first, gives_many, reads, spread
 from .shape import MOST_PLACED, in_order
 
 if TYPE_CHECKING:
     from ..convert import Importer
-
-
-def _reduced(mode: str) -> Rule:
-    def rule(c: Importer, a: Arguments) -> Value:
-        x, dtype = c.value(a["self"]), a.get("dtype")
-        if mode == "sum" and x.dtype == torch.bool:
-            return _count(c, a, x)
-        if dtype not in (None, x.dtype):
-            if not c.kernels or dtype not in FLOATS:
-                raise Skip
-            x = c.g.cast(x, dtype)
-        dims = a.get("dim")
-        dims = None if dims is None or dims == [] else tuple(spread(dims, 1))
-        if mode == "sum" and dims is not None:
-            product = contracted(c, dims, keepdim=bool(a.get("keepdim", False)))
-            if product is not None:
-                return product
-        if x.dtype in LOW_PRECISION:  # of which a reduction of ours is float32
-            if mode == "mean" and c.kernels and _of_images(x, dims):
-                y = c.g.adaptive_avg_pool(x, (1,) * (len(x.shape) - 2))
-                return y if a.get("keepdim", False) else c.g.reshape(y, x.shape[:2])
-            if c.kernels:
-                return c.g.cast(c.g.reduction(x, dims, mode, bool(a.get("keepdim"))), x.dtype)
-            raise Skip  # torch's own returns 16 bits of 16 bits, in one kernel
-        return c.g.reduction(x, dims, mode, bool(a.get("keepdim", False)))
-
-    return rule
-
-
-MOST_COUNTED = 1 << 24  # that float32 counts
-
-
-def _count(c: Importer, a: Arguments, x: Value) -> Value:
-    """How many of bools are true."""
-    made = c.node.meta["val"]
-    if not c.kernels or math.prod(x.shape) > MOST_COUNTED * max(1, made.numel()):
-        raise Skip
-    dims = a.get("dim")
-    dims = None if dims is None or dims == [] else tuple(spread(dims, 1))
-    ones = _ones(c, x)
-    return cast_to(c, c.g.reduction(ones, dims, "sum", bool(a.get("keepdim", False))), made.dtype)
-
-
-def _ones(c: Importer, x: Value) -> Value:
-    """1.0 where a bool is true, else 0.0."""
-    return c.g.where(x, c.constant(torch.ones((), device=c.device), "one"), 0.0)
-
-
-def _largest(mode: str) -> Rule:
-    """The largest or least along a dim, if nobody reads where they are."""
-
-    def rule(c: Importer, a: Arguments) -> Any:
-        if not gives_many(c.node):  # of all elements
-            return _reduced(mode)(c, a)
-        if reads(c.node, 1):
-            raise Skip
-        return _reduced(mode)(c, a), None
-
-    return rule
-
-
-def _least_and_largest(c: Importer, a: Arguments) -> tuple[Value, Value]:
-    return _reduced("min")(c, a), _reduced("max")(c, a)
-
-
-def _truth(mode: str) -> Rule:
-    """Whether any element is true, or all are: the largest or least of ones and zeros."""
-
-    def rule(c: Importer, a: Arguments) -> Value:
-        x, dims = c.value(a["self"]), a.get("dim")
-        if not c.kernels or 0 in x.shape or not (x.dtype in FLOATS or x.dtype == torch.bool):
-            raise Skip
-        if x.dtype != torch.bool:
-            x = c.g.ne(x, 0.0)
-        dims = None if dims is None or dims == [] else tuple(spread(dims, 1))
-        found = c.g.reduction(_ones(c, x), dims, mode, bool(a.get("keepdim", False)))
-        return c.g.gt(found, 0.5)
-
-    return rule
-
-
-def _wide(c: Importer, a: Arguments) -> tuple[Value, tuple[int, ...] | None]:
-    """The operand of a reduction in the dtype that torch computes it in, and its dims, None for
-    all."""
-    x, dims = c.value(a["self"]), a.get("dim")
-    given = a.get("dtype") or x.dtype
-    if x.dtype not in FLOATS or given not in FLOATS:
-        raise Skip
-    wide = torch.float32 if given in LOW_PRECISION else given
-    if x.dtype != wide:
-        if not c.kernels:
-            raise Skip  # torch's own is one kernel, which rounds once
-        x = c.g.cast(x, wide)
-    return x, None if dims is None or dims == [] else tuple(spread(dims, 1))
-
-
-def _narrowed(c: Importer, a: Arguments, y: Value) -> Value:
-    """A result in the dtype that is asked for, or that of the operand."""
-    dtype = a.get("dtype") or c.value(a["self"]).dtype
-    return y if y.dtype == dtype else c.g.cast(y, dtype)
-
-
-def _vector_norm(c: Importer, a: Arguments) -> Value:
-    """The norm of order 1, 2 or infinity."""
-    order = a["ord"] if "ord" in a else a.get("p")
-    x, dims = _wide(c, a)
-    keepdim = bool(a.get("keepdim", False))
-    if order in (2, None):
-        y = c.g.sqrt(c.g.reduction(c.g.mul(x, x), dims, "sum", keepdim))
-    elif order in (1, math.inf):
-        y = c.g.reduction(c.g.abs(x), dims, "sum" if order == 1 else "max", keepdim)
-    else:
-        raise Skip
-    return _narrowed(c, a, y)
-
-
-def _spread_of(root: bool) -> Rule:
-    """The variance, or its root: the squares of what is off the mean, n - correction of them."""
-
-    def rule(c: Importer, a: Arguments) -> Value:
-        x, dims = _wide(c, a)
-        if not c.kernels or "unbiased" in a:
-            raise Skip  # torch's own is one kernel; or another overload, which torch takes apart
-        correction = a.get("correction", 1)
-        over = range(len(x.shape)) if dims is None else dims
-        terms = math.prod(x.shape[dim] for dim in over) - (1 if correction is None else correction)
-        if terms <= 0:
-            raise Skip  # no number, as torch has it
-        off = c.g.sub(x, c.g.reduction(x, dims, "mean", True))
-        squares = c.g.reduction(c.g.mul(off, off), dims, "sum", bool(a.get("keepdim", False)))
-        y = c.g.mul(squares, 1.0 / terms)
-        return _narrowed(c, a, c.g.sqrt(y) if root else y)
-
-    return rule
-
-
-def _spread_and_mean(root: bool) -> Rule:
-    def rule(c: Importer, a: Arguments) -> tuple[Value, Value]:
-        return _spread_of(root)(c, a), _reduced("mean")(c, a)
-
-    return rule
-
-
-def _logsumexp(c: Importer, a: Arguments) -> Value:
-    """m + log(sum(exp(x - m))) with the maximum m of x, 0 in place of one that is infinite."""
-    x, dims = _wide(c, a)
-    if dims is None or 0 in x.shape or not c.kernels:
-        raise Skip
-    most = c.g.reduction(x, dims, "max", True)
-    infinite = torch.full((), math.inf, dtype=x.dtype, device=c.device)
-    finite = c.g.lt(c.g.abs(most), c.constant(infinite, "infinite"))
-    most = c.g.where(finite, most, 0.0)
-    total = c.g.reduction(c.g.exp(c.g.sub(x, most)), dims, "sum", True)
-    y = c.g.add(c.g.log(total), most)
-    return _narrowed(c, a, c.g.reshape(y, tuple(c.node.meta["val"].shape)))
-
-
-def _of_images(x: Value, dims: Sequence[int] | None) -> bool:
-    """Whether dims are all those behind the channels, of one to three."""
-    rank = len(x.shape)
-    return rank in (3, 4, 5) and {dim % rank for dim in dims or ()} == set(range(2, rank))
 
 
 def _max_pool(rank: int) -> Rule:
@@ -475,21 +313,6 @@ RULES: dict[str, Rule] = {
     "embedding_dense_backward": _embedding_backward,
     **dict.fromkeys(("index", "_unsafe_index"), _index),
     **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
-    "mean": _reduced("mean"),
-    "sum": _reduced("sum"),
-    **dict.fromkeys(("linalg_vector_norm", "norm"), _vector_norm),
-    "var": _spread_of(root=False),
-    "std": _spread_of(root=True),
-    "var_mean": _spread_and_mean(root=False),
-    "std_mean": _spread_and_mean(root=True),
-    "aminmax": _least_and_largest,
-    "any": _truth("max"),
-    "all": _truth("min"),
-    **dict.fromkeys(("logsumexp", "special_logsumexp"), _logsumexp),
-    "amax": _reduced("max"),
-    "max": _largest("max"),
-    "min": _largest("min"),
-    "amin": _reduced("min"),
     **{f"adaptive_avg_pool{rank}d": _adaptive_mean(rank) for rank in (1, 2, 3)},
     "_adaptive_avg_pool2d": _adaptive_mean(2),
     **{name: _upsample(mode) for name, mode in UPSAMPLES.items()},

@@ -20,13 +20,14 @@ from . import (
     norm,
     pointwise,
     pooling,
+    reductions,
     shape,
 )
 from .base import Rule
 
 _PARTS = (
-    *(conv, norm, pointwise, activations, linear, attention, shape, pooling, gradients),
-    *(arithmetic, arrange, losses, experts, complex_products),
+    *(conv, norm, pointwise, activations, linear, attention, shape, reductions, pooling),
+    *(gradients, arithmetic, arrange, losses, experts, complex_products),
 )
 
 #: ATen op → how it is said here. What has no rule, or whose rule does not apply, stays torch's own.

@@ -121,6 +121,7 @@ COMPUTED: dict[str, tuple[Function, Shapes]] = {
         lambda x: torch.aminmax(x, dim=1).max - torch.aminmax(x.tanh(), dim=1, keepdim=True).min,
         PAIR[:1],
     ),
+    "the larger of two": (lambda x, y: torch.max(x, y) - torch.min(x.exp(), y), PAIR),
     "largest, shared by ties": (lambda x: x.relu().amax(1) + x.relu().amin(0).sum(), PAIR[:1]),
     "counts": (
         lambda x, y: x.exp() / (y > -9).sum(1, keepdim=True) - (x > 1).sum() * y,

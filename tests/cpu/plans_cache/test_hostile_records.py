@@ -247,7 +247,17 @@ def test_no_command_ends_and_no_other_record_is_lost(seed: int, tmp_path: Path) 
     assert run("plans", "explain-miss", *at, f"{source}:g")[0] in (0, 1)
     run("plans", "verify", *at)
     run("plans", "prune", *at, "--dry-run", "--older-than", "1", "--unused-for", "1")
-    run("plans", "prune", *at, "--dry-run", "--dead-environments", "--gpu", "x", "--cudnn", "9.1.0")
+    run(
+        "plans",
+        "prune",
+        *at,
+        "--dry-run",
+        "--dead-environments",
+        "--gpu",
+        "none",
+        "--cudnn",
+        "9.1.0",
+    )
     run("plans", "export", *at, file)
     run("plans", "export", *at, "--seeds", tmp_path / "seeds")
     assert run("plans", "import", file, "--dir", other)[0] == 0
