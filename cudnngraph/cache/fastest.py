@@ -22,12 +22,12 @@ from ..backend import env
 from ..backend.candidates import multiplies_float32
 from ..backend.plan import Choice
 from ..errors import UnkeyableError
-from ..ir.key import graph_key
+from ..ir.key import graph_key, step_digest
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from ..select.decision import StepPlan
 from ..select.remembered import fastest, settled_way
-from ..select.settled import NoPlan, Way, from_way, settled, to_way
+from ..select.settled import NoPlan, Way, from_way, multiplies, settled, to_way
 from . import near
 from .codec import env_components
 from .measured import Measured
@@ -45,6 +45,7 @@ class Fastest:
         self._store = store
         self._policy = policy
         self._index = device_index
+        self._settled: dict[str, tuple[NoPlan, str] | None] = {}
         self._kept = {
             allowed: Measured(replace(policy, allow_tf32=allowed), device_index)
             for allowed in (False, True)
@@ -53,8 +54,7 @@ class Fastest:
     @cached_property
     def _seeds(self) -> list[tuple[str, Mapping[str, Any], str]]:
         """The lists of seeds' steps that may serve here, the nearest first: the digest of the
-        environment, how steps are settled, and what is to be said of
-        that."""
+        environment, how steps are settled, and what is to be said of that."""
         here, found = env_components(env.env_key(self._index)), []
         for listed in self._store.seed_steps():
             try:
@@ -81,6 +81,14 @@ class Fastest:
     def settled(self, spec: GraphSpec) -> tuple[NoPlan, str] | None:
         """Whether a choice by measurement has torch run a step, or its product apart, and what that
         is known from. None where it takes a plan, or none was made: the rules decide."""
+        if not any(map(multiplies, spec.nodes)):
+            return None
+        digest = step_digest(spec)
+        if digest not in self._settled:
+            self._settled[digest] = self._found_settled(spec)
+        return self._settled[digest]
+
+    def _found_settled(self, spec: GraphSpec) -> tuple[NoPlan, str] | None:
         rows = [row for allowed in self._alike(spec) for row in self._kept[allowed].timed(spec)]
         way = settled_way(rows)
         way, said = (way, BEFORE) if way is not None else next(self._listed(spec), (None, ""))

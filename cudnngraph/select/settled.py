@@ -34,7 +34,7 @@ def settled(spec: GraphSpec, steps: Sequence[StepPlan]) -> Iterator[tuple[GraphS
             continue
         if step.kind == "cudnn" and step.choice is not None:
             yield step.spec, step.choice
-        elif step.kind == "torch" and any(map(_multiplies, step.spec.nodes)):
+        elif step.kind == "torch" and any(map(multiplies, step.spec.nodes)):
             yield step.spec, TORCH
     graph = CutGraph(spec)
     home = {node.name: step for step in steps for node in step.spec.nodes}
@@ -43,7 +43,8 @@ def settled(spec: GraphSpec, steps: Sequence[StepPlan]) -> Iterator[tuple[GraphS
             yield subgraph_of(graph, group), APART
 
 
-def _multiplies(node: Node) -> bool:
+def multiplies(node: Node) -> bool:
+    """Whether a node is a product or a convolution."""
     return node.op == "matmul" or OPS[node.op].has("convolution")
 
 
@@ -53,7 +54,7 @@ def _is_apart(graph: CutGraph, group: Group, home: Mapping[str, StepPlan]) -> bo
     One of more than that, such as of a norm that reads it, says nothing of where there is no norm.
     """
     anchors = [node for node in group if graph.is_anchor(node)]
-    if len(anchors) != 1 or len(group) == 1 or not _multiplies(anchors[0]):
+    if len(anchors) != 1 or len(group) == 1 or not multiplies(anchors[0]):
         return False
     alone = home[anchors[0].name]
     rest = {id(home[node.name]): home[node.name] for node in group if node not in anchors}

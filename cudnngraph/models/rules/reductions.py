@@ -134,10 +134,10 @@ def _vector_norm(c: Importer, a: Arguments) -> Value:
     return _narrowed(c, a, y)
 
 
-def _spread_of(root: bool) -> Rule:
+def _spread_of(root: bool, *, mean_too: bool = False) -> Rule:
     """The variance, or its root: the squares of what is off the mean, n - correction of them."""
 
-    def rule(c: Importer, a: Arguments) -> Value:
+    def rule(c: Importer, a: Arguments) -> Any:
         x, dims = _wide(c, a)
         if not c.kernels or "unbiased" in a:
             raise Skip  # torch's own is one kernel; or another overload, which torch takes apart
@@ -146,17 +146,12 @@ def _spread_of(root: bool) -> Rule:
         terms = math.prod(x.shape[dim] for dim in over) - (1 if correction is None else correction)
         if terms <= 0:
             raise Skip  # no number, as torch has it
-        off = c.g.sub(x, c.g.reduction(x, dims, "mean", True))
+        mean = c.g.reduction(x, dims, "mean", True)
+        off = c.g.sub(x, mean)
         squares = c.g.reduction(c.g.mul(off, off), dims, "sum", bool(a.get("keepdim", False)))
         y = c.g.mul(squares, 1.0 / terms)
-        return _narrowed(c, a, c.g.sqrt(y) if root else y)
-
-    return rule
-
-
-def _spread_and_mean(root: bool) -> Rule:
-    def rule(c: Importer, a: Arguments) -> tuple[Value, Value]:
-        return _spread_of(root)(c, a), _reduced("mean")(c, a)
+        y = _narrowed(c, a, c.g.sqrt(y) if root else y)
+        return (y, _narrowed(c, a, c.g.reshape(mean, y.shape))) if mean_too else y
 
     return rule
 
@@ -187,8 +182,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("linalg_vector_norm", "norm"), _vector_norm),
     "var": _spread_of(root=False),
     "std": _spread_of(root=True),
-    "var_mean": _spread_and_mean(root=False),
-    "std_mean": _spread_and_mean(root=True),
+    "var_mean": _spread_of(root=False, mean_too=True),
+    "std_mean": _spread_of(root=True, mean_too=True),
     "aminmax": _least_and_largest,
     "any": _truth("max"),
     "all": _truth("min"),

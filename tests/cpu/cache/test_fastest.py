@@ -355,8 +355,10 @@ def test_seeds_say_what_torch_runs_and_what_is_apart(world: World, ship: Ship) -
     assert find(whole) is None and find(other) is None and find(alone) is None
     memo = Measured(POLICY, 0)
     keep_settled(memo, [(other, TORCH)])
+    find = fastest.Fastest(lookup.store(), POLICY, 0)
     assert find.settled(other) == (TORCH, fastest.BEFORE)
     keep_settled(memo, [(other, SEEDED)])
+    find = fastest.Fastest(lookup.store(), POLICY, 0)
     assert find.settled(other) is None, "a plan, as was measured here at last"
     assert find.settled(legalize(canonical(layer(8).spec()), POLICY)) is None
 
