@@ -9,8 +9,8 @@ kernels, and what a batch norm gives is pointwise for who has its statistics.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -45,31 +45,39 @@ def fewest_bytes(*, kernels: bool) -> Any:
 
 
 @contextmanager
-def _drawn_once() -> Iterator[None]:
-    """torch's partitioner, which keeps random numbers: within a budget of memory its backward would
-    compute what is made of them by others, that it draws."""
+def _replaced(name: str, make: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """torch's partitioner with another function of a name, which ``make`` gives for torch's and its
+    module; as it is, if it has none."""
     module: Any = import_module("torch._functorch.partitioners")
-    name = "choose_saved_values_set"
     theirs = getattr(module, name, None)
     if theirs is None:
         yield
         return
-
-    def ours(graph: torch.fx.Graph, info: Any, *rest: Any, **options: Any) -> list[Any]:
-        kept = list(theirs(graph, info, *rest, **options))
-        for node in graph.nodes:
-            if not draws.is_random(node) or node not in info.required_fw_nodes:
-                continue
-            if not module.must_recompute(node):  # as a checkpoint's, whose state is kept
-                results = [user for user in node.users if user.target is operator.getitem]
-                kept += results or [node]
-        return list(dict.fromkeys(kept))  # what no backward reads is left out later
-
-    setattr(module, name, ours)
+    setattr(module, name, make(theirs, module))
     try:
         yield
     finally:
         setattr(module, name, theirs)
+
+
+def _drawn_once() -> AbstractContextManager[None]:
+    """torch's partitioner, which keeps random numbers: within a budget of memory its backward would
+    compute what is made of them by others, that it draws."""
+
+    def make(theirs: Any, module: Any) -> Any:
+        def ours(graph: torch.fx.Graph, info: Any, *rest: Any, **options: Any) -> list[Any]:
+            kept = list(theirs(graph, info, *rest, **options))
+            for node in graph.nodes:
+                if not draws.is_random(node) or node not in info.required_fw_nodes:
+                    continue
+                if not module.must_recompute(node):  # as a checkpoint's, whose state is kept
+                    results = [user for user in node.users if user.target is operator.getitem]
+                    kept += results or [node]
+            return list(dict.fromkeys(kept))  # what no backward reads is left out later
+
+        return ours
+
+    return _replaced("choose_saved_values_set", make)
 
 
 #: Ops that a kernel computes, or reads, in one pass with what is pointwise around them.
@@ -105,33 +113,25 @@ def _packets(names: tuple[str, ...]) -> set[Any]:
     return {getattr(_aten, name) for name in names if hasattr(_aten, name)}
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """torch's partitioner with the ops of this module in its lists; as it is, if it has none."""
-    module: Any = import_module("torch._functorch.partitioners")
-    name = "get_default_op_list"
-    theirs = getattr(module, name, None)
-    if theirs is None:
-        yield
-        return
+def _told() -> AbstractContextManager[None]:
+    """torch's partitioner with the ops of this module in its lists."""
     views = _packets(_VIEWS)
     again = _packets(_POINTWISE) | views | {normalized}
     inside = again | _packets(_NORMS)
 
-    def ours() -> Any:
-        found = theirs()
-        return replace(
-            found,
-            fusible_ops=found.fusible_ops | inside,
-            recomputable_ops=found.recomputable_ops | again,
-            view_ops=found.view_ops | views,
-        )
+    def make(theirs: Any, module: Any) -> Any:
+        def ours() -> Any:
+            found = theirs()
+            return replace(
+                found,
+                fusible_ops=found.fusible_ops | inside,
+                recomputable_ops=found.recomputable_ops | again,
+                view_ops=found.view_ops | views,
+            )
 
-    setattr(module, name, ours)
-    try:
-        yield
-    finally:
-        setattr(module, name, theirs)
+        return ours
+
+    return _replaced("get_default_op_list", make)
 
 
 def normalized(
