@@ -3,9 +3,8 @@
 They are torch's higher-order ops: kernels of Triton, ops that write over their operands, control
 flow. On a CPU so are ops that read numbers and draw others, beside other random ones: a graph draws
 in front of it, and the order would not be the model's. Torch runs each between graphs of ours.
-Higher-order ops that only call a graph are called as that before
-a graph is traced, and flex attention as other ops, or by torch's own kernels
-(:mod:`~cudnngraph.models.flex`).
+Higher-order ops that only call a graph are called as that before a graph is traced, and flex
+attention as other ops, or by torch's own kernels (:mod:`~cudnngraph.models.flex`).
 """
 
 from __future__ import annotations
