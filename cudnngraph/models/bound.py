@@ -277,7 +277,8 @@ def assembled(
     made: Mapping[str, torch.Tensor],
 ) -> list[Any]:
     """The results of a model in order, from the tensors it was given and the graph's outputs: each
-    a tensor of its own by ``output``, or ``made`` where it is shown."""
+    a tensor of its own by ``output``, or ``made`` where it is shown; on the CPU if the model has it
+    there."""
     counted = _counted(imported, tensors)
     results: list[Any] = []
     for result in imported.results:
@@ -297,6 +298,8 @@ def assembled(
         else:
             value = tensors[value] if kind == "input" else value
             results.append(value.clone() if kind == "copy" else value)
+    for place in imported.elsewhere:
+        results[place] = results[place].cpu()
     return results
 
 

@@ -38,13 +38,7 @@ from ..ir.spec import (
 from ..ops import aten
 from ..ops import meta as forms
 from ..ops.base import FLOATS, LOW_PRECISION
-from .aten_ops import (
-    ASSERTIONS,
-    MAKE_IMAGES,
-    OF_MEMORY,
-    goes_by_layout,
-    meant,
-)
+from .aten_ops import ASSERTIONS, MAKE_IMAGES, OF_MEMORY, goes_by_layout, meant
 from .bands import Band
 from .experts import ONE_SHAPE
 from .export import HasGraph, export, last_line
@@ -107,7 +101,8 @@ class Imported:
     and offset of the view, or "count" and the place of a tensor of whole numbers with what is added
     to it.
     ``spec`` is None where nothing is left to compute. ``folded`` counts batch norms in weights.
-    ``packed`` says how an image lies in an input that is no such image.
+    ``packed`` says how an image lies in an input that is no such image. ``elsewhere`` are the
+    places of results that the model has on the CPU, where the graph is a GPU's.
     """
 
     spec: GraphSpec | None
@@ -117,6 +112,7 @@ class Imported:
     opaque: tuple[Opaque, ...]
     folded: int
     packed: Mapping[str, PaddedImage] = field(default_factory=dict)
+    elsewhere: tuple[int, ...] = ()
 
 
 def convert(

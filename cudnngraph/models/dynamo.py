@@ -35,6 +35,7 @@ from . import (
 )
 from .bound import MAX_SHAPES, Direct
 from .convert import convert
+from .devices import device_of, elsewhere, placed, reads_elsewhere, results_in, traced_on
 from .draws import Draw, take_out
 from .garbage import new_collected
 from .replay import Replayed, ReplayedBackward, Steps
@@ -42,7 +43,6 @@ from .report import Report
 from .retrace import fits, is_known, lazily, lazy_places, retraced, strides_of_images
 
 _log = logging.getLogger(__name__)
-_CPU = torch.device("cpu")
 _numbers = count(1)
 _OPTIONS = ("channels_last", "policy", "max_shapes", "check", "activation_memory_budget")
 _MODES = ("default", "reduce-overhead")
@@ -109,7 +109,7 @@ def backend(
             options, name = {**given, "mode": None}, f"{title}, part {number}"
             return _Compiled(module, static, options, _part_names, name, **more)
 
-        kinds = called(len(_results(traced)), ())
+        kinds = called(len(results_in(traced.graph)), ())
         kept_back = [at for at, kind in enumerate(kinds) if kind.startswith(_SAVED)]
         return cut.Cut(traced, static, kept_back, title, part)
 
@@ -243,6 +243,7 @@ class _Made:
     traced: torch.fx.GraphModule
     left_out: frozenset[int]
     as_traced: bool  # it is given images in the order that was traced
+    mixed: bool  # some tensors are on the CPU beside those of a GPU
 
 
 class _Compiled:
@@ -300,13 +301,13 @@ class _Compiled:
 
     def _left_to_torch(self, args: Sequence[Any], reason: str) -> None:
         """Report that a form of the inputs runs by torch."""
-        form = (_device_of(args), self._last, False, "", (), 0, (), 0)
+        form = (device_of(args), self._last, False, "", (), 0, (), 0)
         self._refused[reason] = Report(self._title, *form, refused=reason)
 
     def leave_out(self, unread: frozenset[str]) -> None:
         """Make no results that the backward's inputs of these names would be and that it does not
         read."""
-        results = _results(self.traced)
+        results = results_in(self.traced.graph)
         self._unread = tuple(
             at for at in self._saved(self.traced) if getattr(results[at], "name", None) in unread
         )
@@ -322,7 +323,7 @@ class _Compiled:
 
     def _made_so(self, traced: torch.fx.GraphModule) -> list[int]:
         """The places of results that lie as they are made."""
-        names = [getattr(each, "name", None) for each in _results(traced)]
+        names = [getattr(each, "name", None) for each in results_in(traced.graph)]
         return [at for at in self._saved(traced) if names[at] in self._as_made]
 
     def _named(self, count: int) -> list[str]:
@@ -331,12 +332,12 @@ class _Compiled:
 
     def _returned(self, traced: torch.fx.GraphModule) -> list[int]:
         """The places of results that the user gets, behind those that are written."""
-        names = self._named(len(_results(traced)))[len(self._written) :]
+        names = self._named(len(results_in(traced.graph)))[len(self._written) :]
         return [at for at, name in enumerate(names) if name.startswith("result")]
 
     def _saved(self, traced: torch.fx.GraphModule) -> list[int]:
         """The places of results that the backward alone reads."""
-        names = self._named(len(_results(traced)))
+        names = self._named(len(results_in(traced.graph)))
         return [at for at, name in enumerate(names) if name.startswith(_SAVED)]
 
     def __call__(self, args: list[Any]) -> Any:
@@ -365,6 +366,8 @@ class _Compiled:
                 if place not in self._static and isinstance(arg, torch.Tensor)
             ]
             tensors += [draw.make() for draw in found.draws]
+            for place in elsewhere(tensors, found.device) if found.mixed else ():
+                tensors[place] = tensors[place].to(found.device)
             if self._check and not found.bound.compared:
                 return tuple(self._compared(found, self._as_traced(args), tensors))
             args.clear()
@@ -430,10 +433,12 @@ class _Compiled:
         self._weights = now
 
     def _made(self, args: Sequence[Any]) -> _Made | None:
-        device = _device_of(args)
         try:
+            device = traced_on(self.traced, args)
             if not self._lazy.keys().isdisjoint(self._written):
                 raise CannotImport("it writes over a view that conjugates or negates")
+            if not set(elsewhere(args, device)).isdisjoint(self._written):
+                raise CannotImport("it writes over a tensor of the CPU beside those of a GPU")
             known = is_known(self.traced)
             as_traced = self._gradients and not fits(self.traced, args, any_order=True)
             args = self._as_traced(args) if as_traced else args
@@ -464,32 +469,24 @@ class _Compiled:
             for place, form in forms.items():
                 results[place] = ("value", saved.stand_in(form, device))
             imported = replace(imported, results=tuple(results))
+            imported = placed(imported, traced.graph, device, self._saved(traced))
             executable = None
             if imported.spec is not None:
                 executable = compile(imported.spec, device, policy=self._policy)
             places = [tensors.index(names[at]) for at in self._written]
             bound = Direct(imported, executable, places, self._effects)
             run = bound.run
-            if self._replays:
+            if self._replays and not imported.elsewhere:
                 kind = ReplayedBackward if self._gradients else Replayed
                 run = kind(bound, device, self._returned(traced), self.steps).run
-            return _Made(bound, run, device, draws, traced, frozenset(forms), as_traced)
+            mixed = reads_elsewhere(traced.graph, device)
+            return _Made(bound, run, device, draws, traced, frozenset(forms), as_traced, mixed)
         except (CannotImport, GraphError) as error:
             _log.warning("a graph of torch.compile runs by torch: %s", error)
             self._left_to_torch(args, str(error))
             if self._check:
                 _log.warning("torch.compile: that graph is left out of the comparison with eager")
             return None
-
-
-def _device_of(args: Sequence[Any]) -> torch.device:
-    return next((arg.device for arg in args if isinstance(arg, torch.Tensor)), _CPU)
-
-
-def _results(traced: torch.fx.GraphModule) -> Sequence[Any]:
-    (output,) = (node for node in traced.graph.nodes if node.op == "output")
-    results: Sequence[Any] = output.args[0]
-    return results
 
 
 def _form_of(arg: Any) -> Hashable:

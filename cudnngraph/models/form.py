@@ -23,12 +23,12 @@ from .bound import Bound, cut_to
 from .calls import CONSTANTS, Call, Pattern, called_by_leaves, check_untransformed, mapped
 from .check import Ahead, Errors, floats
 from .convert import Imported, convert
+from .devices import CPU, placed
 from .export import Exported, check_not_scripted, export, foreign
 from .folding import why_not_folded
 from .report import Report
 
 _log = logging.getLogger(__name__)
-_CPU = torch.device("cpu")
 #: The dims of results that have the size of an axis, by result and dim.
 Cuts = Mapping[int, Mapping[int, int]]
 
@@ -164,7 +164,7 @@ def make(
             folds=folds,
         )
         _check_results(name, found, leaves, inputs)
-        return found
+        return placed(found, exported.module.graph, device)
 
     undecided = ahead if folds else None
 
@@ -239,7 +239,7 @@ def _device_of(leaves: Iterable[Any], model: nn.Module) -> torch.device:
     if len(devices) > 1:
         listed = ", ".join(map(str, devices))
         raise PolicyError(f"arguments and model are on {listed}; expected one device")
-    return next(iter(devices), _CPU)
+    return next(iter(devices), CPU)
 
 
 def _has_images(exported: Exported) -> bool:

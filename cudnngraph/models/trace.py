@@ -403,10 +403,11 @@ class Traced:
     def _computed(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
         """Return an op's result on the meta device, and the device that it is for."""
         devices: list[torch.device] = []
+        told: list[torch.device] = []
 
         def form(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
-                devices.insert(0, leaf)
+                told.append(leaf)
                 return torch.device("meta")
             if not isinstance(leaf, torch.Tensor):
                 return leaf
@@ -419,9 +420,10 @@ class Traced:
         placed, named = mapped(form, (args, kwargs))
         if not metas:
             return self._from_numbers(op, args, kwargs)
+        device = (told or sorted(devices, key=lambda each: each.type == "cpu"))[0]
         try:
             with _no_modes():
-                return self._known.infer(op, placed, named, metas), devices[0]
+                return self._known.infer(op, placed, named, metas), device
         except (RuntimeError, NotImplementedError) as error:
             if _OF_NUMBERS & {*op.tags}:
                 raise Asks(op, _line()) from error

@@ -258,7 +258,7 @@ def test_a_graph_is_imported_for_the_device_that_it_runs_on(
         raise CannotImport("enough is seen")
 
     monkeypatch.setattr(dynamo, "convert", noted)
-    monkeypatch.setattr(dynamo, "_device_of", lambda args: torch.device(kind))
+    monkeypatch.setattr(dynamo, "traced_on", lambda traced, args: torch.device(kind))
     x = torch.randn(4, 8, requires_grad=True)
     compiled(nn.Linear(8, 8))(x).sum().backward()
     assert asked == [kind == "cuda"] * 2  # forward and backward
