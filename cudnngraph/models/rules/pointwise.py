@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...graph.builder import Graph
+from ...graph.core import input_of
 from ...graph.value import Value
 from ...ops.base import FLOATS, LOW_PRECISION
 from ...ops.pointwise import SOFTPLUS_THRESHOLD
@@ -77,6 +78,19 @@ def _alike(c: Importer, x: Any, y: Any) -> tuple[Any, Any]:
     return cast(x), cast(y)
 
 
+def _as_kept(c: Importer, x: Any, y: Any) -> tuple[Any, Any]:
+    """Operands of 16 bits rounded to these where they are asked whether they are equal, as the
+    largest of some is to each of them: one may be kept and so rounded, the other not."""
+    if not isinstance(x, Value) or not isinstance(y, Value):
+        return x, y
+
+    def rounded(each: Value) -> Value:
+        computed = input_of(c.g, each.name) is not each
+        return cast_to(c, each, each.dtype) if computed and each.dtype in LOW_PRECISION else each
+
+    return rounded(x), rounded(y)
+
+
 def _two(method: str) -> Rule:
     def rule(c: Importer, a: Arguments) -> Value:
         x, other = c.operand(first(a)), a["exponent"] if "exponent" in a else a["other"]
@@ -87,6 +101,8 @@ def _two(method: str) -> Rule:
         if a.get("rounding_mode") is not None:
             raise Skip
         y = y if alpha == 1 else c.g.mul(y, float(alpha))
+        if method in ("eq", "ne"):
+            x, y = _as_kept(c, x, y)
         bools = all(isinstance(each, Value) and each.dtype == torch.bool for each in (x, y))
         return getattr(c.g, _OF_BOOLS.get(method, method) if bools else method)(x, y)  # type: ignore[no-any-return]
 
