@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph.ops.table import OPS
 from tests import numerics
 from tests.fused import compiled
 
@@ -20,6 +21,13 @@ def left_to_torch() -> list[str]:
     found = cg.reports()
     assert found and not any(report.refused for report in found), list(map(str, found))
     return [name for report in found for name, _ in report.opaque]
+
+
+def torch_steps() -> list[list[str]]:
+    """The ops of each step of this test's graphs that torch runs, but for views."""
+    steps = [step.spec.nodes for report in cg.reports() for step in report.steps if not step.choice]
+    named = [[node.op for node in nodes if not OPS[node.op].view] for nodes in steps]
+    return [each for each in named if each]
 
 
 def trained(call: Function, *data: torch.Tensor, seed: int = 0) -> list[torch.Tensor]:

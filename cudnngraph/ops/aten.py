@@ -29,12 +29,15 @@ _PLACES = 4
 #: Overloads that show the bits of a tensor as another dtype.
 OF_BITS = (torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype)
 
-#: Overloads that read a tensor at indices, and what their arguments for both are called.
+#: Overloads that read or write a tensor at indices, and what their arguments for both are called.
 INDEXING: Mapping[str, tuple[str, str]] = {
     "aten.embedding.default": ("weight", "indices"),
     "aten.index_select.default": ("self", "index"),
     "aten.gather.default": ("self", "index"),
     "aten.index.Tensor": ("self", "indices"),
+    "aten.scatter.src": ("self", "index"),
+    "aten.scatter.value": ("self", "index"),
+    "aten.scatter_add.default": ("self", "index"),
 }
 
 

@@ -19,7 +19,6 @@ from ...ops import aten
 from ...ops.meta import bind_arguments
 from ..scalars import MEMORY, REGISTER, number
 from ..tape import (
-    Number,
     Pick,
     Place,
     Read,
@@ -31,14 +30,10 @@ from ..tape import (
     reshape,
     sliced,
 )
+from . import row_places
+from .given import INTS, MOST_PLACES, Given, TorchRule, operand, whole
 from .pointwise import Operands
 from .softmax import log_softmax_along, softmax_along
-
-Given = Mapping[str, Any]
-TorchRule = Callable[[Given, TensorSpec], Value]
-
-MOST_PLACES = 1 << 31  # that an int counts
-_INTS = ("int", "i64")
 
 
 def aten_op(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
@@ -53,9 +48,10 @@ def aten_op(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, 
     args = [aten.decode(value, operands, device) for value in node.attr("args")]
     kwargs = {key: aten.decode(value, operands, device) for key, value in node.attr("kwargs")}
     made = rule(bind_arguments(aten.overload(name), args, kwargs), result)
-    if made.type != REGISTER[result.dtype]:
-        raise Refused(f"{name} of {made.type} that makes {REGISTER[result.dtype]}")
-    return (made,)
+    several = made if isinstance(made, tuple) else (made,)
+    if several[0].type != REGISTER[result.dtype]:
+        raise Refused(f"{name} of {several[0].type} that makes {REGISTER[result.dtype]}")
+    return several
 
 
 # -- places that are computed ----------------------------------------------------------------------
@@ -67,7 +63,7 @@ def _at(x: Value, at: Value, dim: int, none: str | None = None) -> Value:
     ``none`` is C++ for what stands where there is no element; None if there always is one.
     """
     extent = x.shape[dim]
-    if at.type not in _INTS or extent >= MOST_PLACES:
+    if at.type not in INTS or extent >= MOST_PLACES:
         raise Refused("places that no int counts")
     wide = tuple(1 if n == dim else each for n, each in enumerate(x.shape))
     shape = common(wide, at.shape)
@@ -94,20 +90,14 @@ def _wrapped(at: Value, extent: int) -> Value:
     return mapped(lambda t: f"({t} < 0 ? {t} + {extent} : {t})", at, type=at.type)
 
 
-def _whole(value: Any) -> Value:
-    if not isinstance(value, Value) or value.type not in _INTS:
-        raise Refused("an index that is no whole number")
-    return value
-
-
 def _embedding(given: Given, result: TensorSpec) -> Value:
-    weight, index = given["weight"], _whole(given["indices"])
+    weight, index = given["weight"], whole(given["indices"])
     rows = _at(weight, reshape(index, (numel(index.shape), 1)), 0, _nothing(weight))
     return reshape(rows, result.shape)
 
 
 def _index_select(given: Given, result: TensorSpec) -> Value:
-    x, index = given["self"], _whole(given["index"])
+    x, index = given["self"], whole(given["index"])
     rank = len(x.shape)
     if not rank:
         raise Refused("an index into a number")
@@ -117,7 +107,7 @@ def _index_select(given: Given, result: TensorSpec) -> Value:
 
 
 def _gather(given: Given, result: TensorSpec) -> Value:
-    x, index = given["self"], _whole(given["index"])
+    x, index = given["self"], whole(given["index"])
     if not x.shape:
         raise Refused("an index into a number")
     dim = given["dim"] % len(x.shape)
@@ -137,7 +127,7 @@ def _index(given: Given, result: TensorSpec) -> Value:
     at: Value | None = None
     inside: Value | None = None
     for dim, extent in zip(dims, extents, strict=True):
-        own = _wrapped(_whole(indices[dim]), extent)
+        own = _wrapped(whole(indices[dim]), extent)
         there = mapped(lambda t, n=extent: f"((u64){t} < {n}ull)", own, type="bool")
         if at is None or inside is None:
             at, inside = own, there
@@ -267,7 +257,7 @@ def _of_floats(code: Callable[..., str], *names: str, made: str = "float") -> To
     """An op of floats by C++ for its operands, which may be numbers."""
 
     def rule(given: Given, result: TensorSpec) -> Value:
-        operands = [_operand(given[name], "float") for name in names]
+        operands = [operand(given[name], "float") for name in names]
         return mapped(code, *operands, type=made)
 
     return rule
@@ -298,7 +288,7 @@ def _scaled(form: str) -> TorchRule:
     """self and a product of ``by``, the value, with the others: by a form, multiplied from the left
     as in torch, so that nothing overflows that does not there."""
 
-    def rule(given: Given, result: TensorSpec) -> Value:
+    def rule(given: Given, result: TensorSpec) -> Value | tuple[Value, ...]:
         by = number(float(given.get("value", 1)))
         names = ("self", "tensor1", "tensor2")
         code = partial(form.format, by=by)
@@ -317,19 +307,6 @@ def _along(made: Callable[[Value, int], Value]) -> TorchRule:
     return rule
 
 
-def _operand(value: Any, like: str) -> Value:
-    """An operand of a type, a tensor or a number of Python's."""
-    if isinstance(value, Value):
-        if value.type != like:
-            raise Refused("operands of several types")
-        return value
-    if like == "float":
-        return Number((), number(float(value)))
-    if like == "bool" or isinstance(value, float) or not -(1 << 31) < value < 1 << 31:
-        raise Refused("operands of several types")
-    return Number((), f"({value})", type=like)
-
-
 def _of_two(sign: str, *types: str, made: str = "") -> TorchRule:
     """An op of two operands of one of the types, which is of type ``made`` or theirs."""
 
@@ -340,7 +317,7 @@ def _of_two(sign: str, *types: str, made: str = "") -> TorchRule:
         if "int" in (x.type, REGISTER[result.dtype]) and _of_8_bits(x, y, result):
             raise Refused("whole numbers of 8 bits, which wrap")
         like = "bool" if made else x.type
-        return mapped(lambda a, b: f"({a} {sign} {b})", x, _operand(y, x.type), type=like)
+        return mapped(lambda a, b: f"({a} {sign} {b})", x, operand(y, x.type), type=like)
 
     return rule
 
@@ -348,7 +325,7 @@ def _of_two(sign: str, *types: str, made: str = "") -> TorchRule:
 def _floor_divide(given: Given, result: TensorSpec) -> Value:
     """Whole numbers by a positive one: what is left of the division has their sign."""
     x, by = given["self"], given["other"]
-    if x.type not in _INTS or REGISTER[result.dtype] != x.type or _of_8_bits(x, result):
+    if x.type not in INTS or REGISTER[result.dtype] != x.type or _of_8_bits(x, result):
         raise Refused("a division of other numbers than whole ones")
     if type(by) is not int or not 0 < by < 1 << 31:
         raise Refused("a division by another number than a positive whole one")
@@ -375,7 +352,7 @@ def _where(given: Given, result: TensorSpec) -> Value:
     if condition.type != "bool":
         raise Refused("a condition that is no bool")
     like = REGISTER[result.dtype]
-    operands = (condition, _operand(x, like), _operand(y, like))
+    operands = (condition, operand(x, like), operand(y, like))
     return mapped(lambda c, a, b: f"({c} ? {a} : {b})", *operands, type=like)
 
 
@@ -383,19 +360,19 @@ def _masked_fill(given: Given, result: TensorSpec) -> Value:
     x = given["self"]
     if given["mask"].type != "bool":
         raise Refused("a mask that is no bool")
-    operands = (given["mask"], _operand(given["value"], x.type), x)
+    operands = (given["mask"], operand(given["value"], x.type), x)
     return mapped(lambda m, v, a: f"({m} ? {v} : {a})", *operands, type=x.type)
 
 
 def _clamp(given: Given, result: TensorSpec) -> Value:
     """Whole numbers within bounds."""
     x: Value = given["self"]
-    if x.type not in _INTS or _of_8_bits(x, result):
+    if x.type not in INTS or _of_8_bits(x, result):
         raise Refused("bounds of other numbers than whole ones")
     for name, sign in (("min", "<"), ("max", ">")):
         if given.get(name) is not None:
             code = f"({{0}} {sign} {{1}} ? {{1}} : {{0}})"
-            x = mapped(code.format, x, _operand(given[name], x.type), type=x.type)
+            x = mapped(code.format, x, operand(given[name], x.type), type=x.type)
     return x
 
 
@@ -441,6 +418,7 @@ _LOGICAL = {"logical_and": "&&", "logical_or": "||", "logical_xor": "!="}
 _BITWISE = {"bitwise_and": "&&", "bitwise_or": "||", "bitwise_xor": "!="}
 
 RULES: Mapping[str, TorchRule] = {
+    **row_places.RULES,
     "aten.embedding.default": _embedding,
     "aten.index_select.default": _index_select,
     "aten.gather.default": _gather,
@@ -478,12 +456,12 @@ RULES: Mapping[str, TorchRule] = {
     **{f"aten.{name}.default": _of_two(sign, "bool") for name, sign in _LOGICAL.items()},
     **{f"aten.{name}.Tensor": _of_two(sign, "bool") for name, sign in _BITWISE.items()},
     **{
-        f"aten.{name}.{kind}": _of_two(sign, "float", "bool", *_INTS, made="bool")
+        f"aten.{name}.{kind}": _of_two(sign, "float", "bool", *INTS, made="bool")
         for name, sign in _COMPARISONS.items()
         for kind in ("Tensor", "Scalar")
     },
     **{
-        f"aten.{name}.Tensor": _of_two(sign, *_INTS)
+        f"aten.{name}.Tensor": _of_two(sign, *INTS)
         for name, sign in (("add", "+"), ("sub", "-"), ("mul", "*"))
     },
 }

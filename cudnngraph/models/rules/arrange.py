@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...graph.value import Value
 from ...ir.spec import is_channels_last, is_contiguous
 from ...ops.base import FLOATS
+from ..aten_ops import packets
 from .base import Arguments, Rule, Skip, spread
 from .shape import MOST_FILLED, between, part
 
@@ -55,6 +56,32 @@ def _pixel_shuffle(c: Importer, a: Arguments) -> Value:
 
 def _pixel_unshuffle(c: Importer, a: Arguments) -> Value:
     return c.g.pixel_unshuffle(c.value(a["self"]), int(a["downscale_factor"]))
+
+
+# -- elements put at one place of each row ---------------------------------------------------------
+
+
+def _scatter(c: Importer, a: Arguments) -> Any:
+    """What is put into a tensor that is the same number throughout is put into that number."""
+    filled = getattr(c.node.args[0], "target", None)
+    x = a["self"]
+    if getattr(filled, "overloadpacket", None) not in _FILLED or not isinstance(x, torch.Tensor):
+        raise Skip
+    if not x.numel() or not c.kernels or "reduce" in a:
+        raise Skip
+    return scattered(c, str(c.node.target), x, list(a.values())[1:])
+
+
+def scattered(c: Importer, name: str, x: torch.Tensor, rest: Sequence[Any]) -> Value:
+    """An op that writes into one number repeated, with the arguments behind that."""
+    number = x.flatten()[0].clone()
+    wide = c.g.expand(c.constant(number, "filled"), tuple(x.shape))
+    made: Value = c.left_to_torch(name, [wide, *rest], {}, c.node, image=False)
+    return made
+
+
+_FILLED = packets("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones")
+_FILLED |= packets("full", "full_like", "new_full")
 
 
 # -- padding --------------------------------------------------------------------------------------
@@ -189,6 +216,7 @@ def _triangle(upper: bool) -> Rule:
 
 
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(("scatter", "scatter_add"), _scatter),
     "roll": _roll,
     "channel_shuffle": _channel_shuffle,
     "pixel_shuffle": _pixel_shuffle,

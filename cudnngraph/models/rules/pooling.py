@@ -18,6 +18,7 @@ from ...ops import row_sums
 from ...ops.base import FLOATS, LOW_PRECISION
 from ...ops.resampling import in_padding
 from ..aten_ops import UPSAMPLES, packets
+from .arrange import scattered
 from .base import Arguments, Rule, Skip, first, gives_many, reads, spread
 from .shape import MOST_PLACED, in_order
 
@@ -281,6 +282,8 @@ def _index_put(c: Importer, a: Arguments) -> Value:
 def _sum_along(c: Importer, dy: Value, shape: tuple[int, ...], indices: Sequence[Any]) -> Value:
     """What is added up along the one dim that is read at an index: along the first of a table."""
     given = [(at, each) for at, each in enumerate(indices) if each is not None]
+    if len(given) == len(shape) == 2:
+        return _one_of_each_row(c, dy, shape, *indices)
     if len(given) != 1:
         raise Skip
     ((dim, index),) = given
@@ -292,6 +295,26 @@ def _sum_along(c: Importer, dy: Value, shape: tuple[int, ...], indices: Sequence
         dy = c.g.permute(dy, (*range(dim, dim + rank), *range(dim), *behind))
     made = _sum_rows(c, dy, index, shape[dim], -1)
     return c.g.permute(made, (*range(1, dim + 1), 0, *range(dim + 1, len(shape)))) if dim else made
+
+
+def _one_of_each_row(
+    c: Importer, dy: Value, shape: tuple[int, ...], rows: Any, index: Any
+) -> Value:
+    """What is put at one index of each row, ``x[arange(n), index]``, where all others are 0."""
+    index = c.value(index)
+    if not isinstance(rows, torch.Tensor) or tuple(rows.shape) != shape[:1] or not in_order(rows):
+        raise Skip
+    if dy.shape != shape[:1] or index.shape != shape[:1] or index.dtype != torch.int64:
+        raise Skip
+    x, places = ("tensor", 0), ("tensor", 1)
+    behind = c.g.aten([index], "aten.lt.Scalar", (x, 0))
+    moved = c.g.aten([index], "aten.add.Tensor", (x, shape[1]))
+    given = [behind, moved, index]
+    index = c.g.aten(given, "aten.where.self", (x, places, ("tensor", 2)))
+    zeros = torch.zeros(shape, dtype=dy.dtype, device=c.device)
+    column = (shape[0], 1)
+    rest = [1, c.g.reshape(index, column), c.g.reshape(dy, column)]
+    return scattered(c, "aten.scatter.src", zeros, rest)
 
 
 def _sum_rows(c: Importer, values: Value, index: Value, rows: int, skip: int) -> Value:
