@@ -47,3 +47,9 @@ def cast_to(c: Importer, value: Value, dtype: torch.dtype) -> Value:
     form = (("dtype", ("dtype", str(dtype).removeprefix("torch."))),)
     made: Value = c.g.aten([value], "aten._to_copy.default", (("tensor", 0),), form)
     return made
+
+
+def in_kernels(c: Importer, *values: Value) -> bool:
+    """Whether one kernel is generated for several ops of these values: torch runs float64, an op at
+    a time."""
+    return c.kernels and all(value.dtype != torch.float64 for value in values)

@@ -11,7 +11,7 @@ import torch
 from ...graph.value import Value
 from ...ops.base import FLOATS, LOW_PRECISION
 from . import pointwise
-from .base import Arguments, Rule, Skip, cast_to, gives_many, reads, spread
+from .base import Arguments, Rule, Skip, cast_to, gives_many, in_kernels, reads, spread
 from .contraction import contracted
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def _count(c: Importer, a: Arguments, x: Value) -> Value:
     return cast_to(c, c.g.reduction(ones, dims, "sum", bool(a.get("keepdim", False))), made.dtype)
 
 
-def _ones(c: Importer, x: Value) -> Value:
+def _ones(c: Importer, x: Value, dtype: torch.dtype = torch.float32) -> Value:
     """1.0 where a bool is true, else 0.0."""
-    return c.g.where(x, c.constant(torch.ones((), device=c.device), "one"), 0.0)
+    return c.g.where(x, c.constant(torch.ones((), dtype=dtype, device=c.device), "one"), 0.0)
 
 
 def _largest(mode: str) -> Rule:
@@ -121,17 +121,39 @@ def _narrowed(c: Importer, a: Arguments, y: Value) -> Value:
 
 
 def _vector_norm(c: Importer, a: Arguments) -> Value:
-    """The norm of order 1, 2 or infinity."""
+    """The norm of any order; that of order 0 counts what is not 0."""
     order = a["ord"] if "ord" in a else a.get("p")
     x, dims = _wide(c, a)
     keepdim = bool(a.get("keepdim", False))
     if order in (2, None):
         y = c.g.sqrt(c.g.reduction(c.g.mul(x, x), dims, "sum", keepdim))
-    elif order in (1, math.inf):
-        y = c.g.reduction(c.g.abs(x), dims, "sum" if order == 1 else "max", keepdim)
+    elif order in (1, math.inf, -math.inf):
+        mode = "sum" if order == 1 else "max" if order > 0 else "min"
+        y = c.g.reduction(c.g.abs(x), dims, mode, keepdim)
+    elif not in_kernels(c, x) or not isinstance(order, (int, float)):
+        raise Skip  # torch's own is one kernel
+    elif order == 0:
+        y = c.g.reduction(_ones(c, c.g.ne(x, 0.0), x.dtype), dims, "sum", keepdim)
     else:
-        raise Skip
+        powers = c.g.pow(c.g.abs(x), float(order))
+        y = c.g.pow(c.g.reduction(powers, dims, "sum", keepdim), 1.0 / order)
     return _narrowed(c, a, y)
+
+
+def _nan_sum(c: Importer, a: Arguments) -> Value:
+    """The sum of what is a number."""
+    x, dims = _wide(c, a)
+    if not in_kernels(c, x):
+        raise Skip  # torch's own is one kernel
+    numbers = c.g.where(c.g.eq(x, x), x, 0.0)
+    return _narrowed(c, a, c.g.reduction(numbers, dims, "sum", bool(a.get("keepdim", False))))
+
+
+def _count_nonzero(c: Importer, a: Arguments) -> Value:
+    x = c.value(a["self"])
+    if x.dtype != torch.bool and x.dtype not in FLOATS:
+        raise Skip
+    return _count(c, a, x if x.dtype == torch.bool else c.g.ne(x, 0.0))
 
 
 def _spread_of(root: bool, *, mean_too: bool = False) -> Rule:
@@ -180,6 +202,8 @@ RULES: dict[str, Rule] = {
     "mean": _reduced("mean"),
     "sum": _reduced("sum"),
     **dict.fromkeys(("linalg_vector_norm", "norm"), _vector_norm),
+    "nansum": _nan_sum,
+    "count_nonzero": _count_nonzero,
     "var": _spread_of(root=False),
     "std": _spread_of(root=True),
     "var_mean": _spread_of(root=False, mean_too=True),

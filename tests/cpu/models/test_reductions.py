@@ -1,4 +1,4 @@
-"""Largest elements with their places, and elements at one place of each row."""
+"""Largest elements with their places, elements at one place of each row, norms and counts."""
 
 from __future__ import annotations
 
@@ -57,6 +57,19 @@ FUNCTIONS: dict[str, tuple[Function, tuple[int, ...]]] = {
         ROWS,
     ),
     "one of each": (lambda x: (F.log_softmax(x, 1) * F.one_hot(CLASSES, 7)).sum(1), ROWS),
+    "norms": (
+        lambda x: (
+            x.norm(3, 1)
+            + torch.linalg.vector_norm(x.exp(), 0.5, 1)
+            + x.norm(-math.inf, 1) * torch.linalg.vector_norm(x.relu(), 0, 1)
+        ),
+        ROWS,
+    ),
+    "numbers of some": (
+        lambda x: torch.where(x > 0, x, math.nan).nansum(1) + (x / (x > -1)).nanmean(),
+        ROWS,
+    ),
+    "counts": (lambda x: x / x.relu().count_nonzero(1).unsqueeze(1) + x.count_nonzero(), ROWS),
 }
 
 
@@ -134,3 +147,28 @@ def test_kernels_find_the_largest_of_16_bits_equal_to_itself(
     run = compiled(COMPUTED[name], policy=GENERATES, check=False)
     for mine, own in zip(trained(run, x), trained(COMPUTED[name], x), strict=True):
         torch.testing.assert_close(mine, own)
+
+
+def test_norms_of_any_order_are_torchs_at_nan_and_0() -> None:
+    x = torch.tensor([[0.0, -0.0, 2.0], [math.nan, 0.0, 1.0], [-math.inf, 0.0, 1.0], [0.0] * 3])
+    orders = (0, 0.5, 3, -1, -2, math.inf, -math.inf)
+
+    def norms(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.linalg.vector_norm(x, order, 1) for order in orders]
+
+    found = compiled(norms, policy=GENERATES, check=False)(x)
+    for mine, own in zip(found, norms(x), strict=True):
+        torch.testing.assert_close(mine, own, equal_nan=True)
+
+
+def test_nothing_counts_of_nan_but_in_counts() -> None:
+    x = torch.tensor([[math.nan, 0.0, -0.0, 3.0], [math.nan] * 4, [math.inf, math.nan, 1, 0]])
+
+    def counted(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sums = x.nansum(), x.nansum(1, dtype=torch.float32), x.nansum((0, 1), keepdim=True)
+        return *sums, x.count_nonzero(), x.count_nonzero((0, 1)), (x > 0).count_nonzero(0)
+
+    found = compiled(counted, policy=GENERATES, check=False)(x)
+    for mine, own in zip(found, counted(x), strict=True):
+        assert mine.dtype == own.dtype
+        torch.testing.assert_close(mine, own, equal_nan=True)
