@@ -198,10 +198,12 @@ def _celu(c: Importer, a: Arguments) -> Value:
 
 
 def _log_sigmoid(c: Importer, a: Arguments) -> Any:
-    if gives_many(c.node) and reads(c.node, 1):
-        raise Skip  # what torch's own gradient on a CPU wants
-    y = c.g.neg(c.g.softplus(c.g.neg(c.value(a["self"]))))
-    return (y, None) if gives_many(c.node) else y
+    """With exp(-|x|), which torch's own gradient on a CPU reads."""
+    x = c.value(a["self"])
+    y = c.g.neg(c.g.softplus(c.g.neg(x)))
+    if not gives_many(c.node):
+        return y
+    return y, c.g.exp(c.g.neg(c.g.abs(x))) if reads(c.node, 1) else None
 
 
 def _hardshrink(c: Importer, a: Arguments) -> Value:

@@ -70,6 +70,7 @@ FUNCTIONS: dict[str, tuple[Function, tuple[int, ...]]] = {
         ROWS,
     ),
     "counts": (lambda x: x / x.relu().count_nonzero(1).unsqueeze(1) + x.count_nonzero(), ROWS),
+    "gates": (lambda x: F.logsigmoid(9 * x) * x, ROWS),
 }
 
 

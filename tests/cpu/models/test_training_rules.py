@@ -247,16 +247,6 @@ def test_a_class_that_no_row_has_counts_for_nothing() -> None:
     assert alike(none_of_it, torch.randn(6, 7), policy=GENERATES) == []
 
 
-def test_weights_of_classes_are_torchs() -> None:
-    weight = torch.rand(7) + 0.5
-
-    def weighted(x: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(x, CLASSES, weight.to(x.dtype))
-
-    left = alike(weighted, torch.randn(6, 7))
-    assert sorted(left) == ["aten.nll_loss_backward.default", "aten.nll_loss_forward.default"]
-
-
 def test_wide_reflections_are_torchs() -> None:
     left = alike(_pads("reflect", 9, 9), torch.randn(2, 3, 16), policy=GENERATES)
     assert sorted(left) == [
