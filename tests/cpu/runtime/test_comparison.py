@@ -453,6 +453,34 @@ def test_what_is_zero_is_measured_by_the_models_distance() -> None:
         yardstick.check("it", torch.full((4,), 2.1e-9))
 
 
+def test_places_may_differ_in_twice_as_many_elements_as_the_models_own() -> None:
+    """One in a hundred may in any case; bools and whole numbers are alike or not."""
+    exact, own, mine = (torch.zeros(1000, dtype=torch.int64) for _ in range(3))
+    own[:30], mine[-59:] = 1, 2
+    assert comparison.Yardstick(own, exact).check("it", mine) is None
+    mine[-61:] = 2
+    with pytest.raises(cg.WrongResult, match=r"^it: 9\.1% of it differ from the model's$"):
+        comparison.Yardstick(own, exact).check("it", mine)
+    assert comparison.Yardstick(exact, exact).check("it", (mine > 0).long() * 0) is None
+    own[:] = 0
+    with pytest.raises(cg.WrongResult, match=r"it: 6\.1% of it differ"):
+        comparison.Yardstick(own, exact).check("it", mine)
+    with pytest.raises(cg.WrongResult, match=r"it: 6\.1% of it differ"):
+        comparison.Yardstick(own, None).check("it", mine)
+
+
+def test_the_largest_of_16_bits_is_compared_as_far_as_rounding_tells_them_apart() -> None:
+    torch.manual_seed(0)
+    sizes = ((3, 32), (32, 64), (64, 128))
+    layers = [[nn.Conv1d(m, n, 1), nn.BatchNorm1d(n), nn.ReLU()] for m, n in sizes]
+    model = nn.Sequential(*(each for layer in layers for each in layer))
+    run = compiled(lambda x: torch.max(model(x), 2)[0], check=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(torch.randn(8, 3, 512))
+    y.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("mine", "text"),
     [
