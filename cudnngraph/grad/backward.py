@@ -12,7 +12,7 @@ from ..errors import GraphError, Problem
 from ..graph.builder import Graph
 from ..graph.core import apply, input_of, last_label, scalar
 from ..graph.value import Value, known
-from ..ir.spec import GraphSpec, Node, dense_strides
+from ..ir.spec import GraphSpec, Node, dense_strides, free
 from ..ops.infer import check_node
 from ..ops.table import OPS, by_port
 from .context import Context, NoGradient, own_order
@@ -35,13 +35,6 @@ class Gradient:
     saved: tuple[str, ...]
     incoming: Mapping[str, str]
     outgoing: Mapping[str, str]
-
-
-def free(name: str, taken: set[str]) -> str:
-    while name in taken:
-        name += "_"
-    taken.add(name)
-    return name
 
 
 def torch_dtypes(spec: GraphSpec) -> dict[str, torch.dtype]:

@@ -18,11 +18,11 @@ from dataclasses import replace
 from ..arguments import checked
 from ..errors import GraphError, Problem
 from ..graph.builder import Graph
-from ..ir.spec import GraphSpec, Node
+from ..ir.spec import GraphSpec, Node, free
 from ..ops.base import FLOATS, dtype_name
 from ..ops.infer import check_node
 from ..ops.table import OPS, by_port
-from .backward import Backward, Gradient, free, torch_dtypes
+from .backward import Backward, Gradient, torch_dtypes
 from .context import NoGradient
 from .min_cut import min_cut_saved
 from .rules.table import RULES

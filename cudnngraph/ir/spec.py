@@ -269,6 +269,14 @@ def _names(ports: tuple[str | None, ...]) -> tuple[str, ...]:
     return ports  # type: ignore[return-value]
 
 
+def free(name: str, taken: set[str]) -> str:
+    """Return ``name``, with as many underscores behind it that it is not ``taken``; it is then."""
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
 def canonical_order(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
     """The nodes that the outputs depend on, operands before users, by a walk from the outputs."""
     producer = {name: node for node in nodes for name in node.results}

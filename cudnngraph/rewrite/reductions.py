@@ -7,10 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ..ir.spec import (
-    GraphSpec,
-    Node,
-)
+from ..ir.spec import GraphSpec, Node, free
 from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
 
@@ -21,6 +18,7 @@ def float32_reductions(spec: GraphSpec) -> GraphSpec:
     A product takes operands of one dtype: beside 16-bit ones it reads such a result in 16 bits.
     """
     tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    taken = {*tensors, *(node.name for node in nodes)}
     for place, node in enumerate(spec.nodes):
         result = tensors[node.results[0]]
         if node.op != "reduction" or result.dtype not in LOW_PRECISION:
@@ -28,10 +26,11 @@ def float32_reductions(spec: GraphSpec) -> GraphSpec:
         if result.name not in spec.outputs:  # no tensor of the caller
             tensors[result.name] = replace(result, dtype=torch.float32)
             continue
-        wide = replace(result, name=f"{result.name}_wide", dtype=torch.float32)
+        wide = replace(result, name=free(f"{result.name}_wide", taken), dtype=torch.float32)
         tensors[wide.name] = wide
         nodes[place] = replace(node, outputs=(wide.name,))
-        nodes.append(Node("identity", f"{result.name}_narrow", (wide.name,), (result.name,)))
+        label = free(f"{result.name}_narrow", taken)
+        nodes.append(Node("identity", label, (wide.name,), (result.name,)))
     found = spec if tensors == spec.tensors else replace(spec, tensors=tensors, nodes=tuple(nodes))
     readers = _readers(found)
     for node in spec.nodes:
@@ -64,7 +63,9 @@ def _narrow_for_products(
     }
     if len(dtypes) != 1:
         return spec
-    narrow = replace(spec.tensors[name], name=f"{name}_16", dtype=dtypes.pop())
+    taken = {*spec.tensors, *(node.name for node in spec.nodes)}
+    label = free(f"{name}_16", taken)  # the 17th of a graph may be called so
+    narrow = replace(spec.tensors[name], name=label, dtype=dtypes.pop())
     tensors = {**spec.tensors, narrow.name: narrow}
     nodes: list[Node] = []
     names = {name: narrow.name}
@@ -77,7 +78,8 @@ def _narrow_for_products(
                 nodes.append(Node("identity", narrow.name, (name,), (narrow.name,)))
         elif OPS[node.op].view:
             result = tensors[node.results[0]]
-            seen = replace(result, name=f"{result.name}_16", dtype=narrow.dtype)
+            label = free(f"{result.name}_16", taken)
+            seen = replace(result, name=label, dtype=narrow.dtype)
             tensors[seen.name], names[result.name] = seen, seen.name
             nodes += [node, replace(node, name=seen.name, inputs=given, outputs=(seen.name,))]
         else:

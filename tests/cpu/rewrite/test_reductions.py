@@ -9,6 +9,7 @@ import cudnngraph as cg
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.rewrite.reductions import float32_reductions
+from tests import numerics
 
 F16, F32 = torch.float16, torch.float32
 
@@ -54,3 +55,21 @@ def test_a_product_in_float32_reads_what_there_is() -> None:
     g.output("y", g.matmul(g.reduction(x, (2, 3), "mean"), g.input("w", (8, 6), F32)))
     spec = g.spec()
     assert float32_reductions(spec) == spec
+
+
+def test_a_graph_of_17_means_has_a_name_of_its_own_for_each_in_16_bits() -> None:
+    """The 17th reduction is called as the first one in 16 bits would be."""
+    g = cg.Graph("gated")
+    y = g.input("x", (2, 8, 4, 4), F16)
+    w = g.input("w", (8, 8, 1, 1), F16)
+    for _ in range(18):
+        y = g.mul(g.sigmoid(g.conv(g.reduction(y, (2, 3), "mean", keepdim=True), w)), y)
+    g.output("y", y)
+    spec = g.spec()
+    assert {"reduction", "reduction_16"} <= set(spec.tensors)
+    seen = float32_reductions(spec)
+    made = [name for node in seen.nodes for name in node.results]
+    assert len(made) == len(set(made))
+    given = [torch.randn(spec.tensors[name].shape).to(F16) for name in spec.inputs]
+    (found,), (wanted,) = (reference.run(each, given, torch.float64) for each in (seen, spec))
+    assert numerics.relative_error(found, wanted) <= numerics.bound(F16)
