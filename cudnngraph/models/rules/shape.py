@@ -379,7 +379,8 @@ def _of_one_dtype(c: Importer, tensors: Sequence[Any]) -> list[Value]:
 
 
 def _cat(c: Importer, a: Arguments) -> Value:
-    return c.g.concat(_of_one_dtype(c, a["tensors"]), a["dim"])
+    values = _of_one_dtype(c, a["tensors"])
+    return c.g.concat([each for each in values if 0 not in each.shape] or values, a["dim"])
 
 
 def _stack(c: Importer, a: Arguments) -> Value:

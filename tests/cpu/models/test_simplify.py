@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import cudnngraph as cg
 from cudnngraph.errors import CannotImport
 from cudnngraph.models.convert import import_model
+from tests import numerics
 
 
 class Repeats(nn.Module):
@@ -53,8 +55,6 @@ def test_equal_results_stay_two_tensors() -> None:
 
 @pytest.mark.parametrize("model", [Repeats(), Different()], ids=lambda m: type(m).__name__)
 def test_a_model_computes_the_same(model: nn.Module) -> None:
-    import cudnngraph as cg
-
     x = torch.randn(3, 3)
     assert torch.allclose(cg.fuse(model.eval(), x)(x), model(x), rtol=1e-5, atol=1e-5)
 
@@ -83,3 +83,35 @@ def test_sizes_that_follow_from_numbers_are_not_compared() -> None:
     """torch refuses to compare them, by an error of its own."""
     with pytest.raises(CannotImport, match="shape of its result depends on the numbers"):
         import_model(Chooses(), (torch.ones(3, 4),))
+
+
+class Tokens(nn.Module):
+    """Tokens in front of an image's, some of which there are none of, and a cache of no keys."""
+
+    def __init__(self, registers: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(1, 1, 8))
+        self.registers = nn.Parameter(torch.randn(1, registers, 8))
+        self.key = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tokens = (each.expand(len(x), -1, -1) for each in (self.first, self.registers))
+        y = torch.cat([*tokens, x], 1)
+        past = torch.tensor([], dtype=x.dtype, device=x.device)
+        wide = torch.cat([y.half(), y.new_zeros(2, 0, 8)], 1)  # of the wider dtype
+        keys = torch.cat([past, self.key(y)], -2)
+        return keys.softmax(-1), keys, torch.cat([past, x]), wide
+
+
+@pytest.mark.parametrize("registers", [0, 2])
+def test_what_is_empty_is_not_concatenated(registers: int) -> None:
+    model, x = Tokens(registers).eval(), torch.randn(2, 3, 8)
+    spec = import_model(model, (x,)).spec
+    assert spec is not None
+    assert all(tensor.numel for tensor in spec.tensors.values())
+    with torch.no_grad():
+        theirs, ours, wide = model(x), cg.fuse(model, x)(x), model.double()(x.double())
+    assert [(x.dtype, x.stride()) for x in ours] == [(x.dtype, x.stride()) for x in theirs]
+    assert numerics.relative_error(ours[3], wide[3]) <= numerics.bound(torch.float16)
+    for one, other, exact in zip(ours[:3], theirs, wide, strict=False):
+        numerics.check(one, exact, torch.float32, other)
