@@ -65,6 +65,8 @@ def _is_small(node: Node, constants: Mapping[str, torch.Tensor]) -> bool:
     weight, _ = constants_of(node, constants)
     if not isinstance(seen, torch.Tensor) or weight.dtype not in LOW_PRECISION:
         return False
+    if not all(isinstance(size, int) for size in seen.shape):  # which is refused in its place
+        return False
     multiplied = seen.numel() // max(1, seen.shape[-1]) * weight.numel()
     return (
         0 < multiplied <= rules().sibling_max_multiplications

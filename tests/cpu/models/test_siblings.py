@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from cudnngraph.errors import CannotImport
 from cudnngraph.executor import reference
 from cudnngraph.models.convert import Imported, convert
 from cudnngraph.models.export import export
@@ -78,3 +79,21 @@ def test_what_has_work_behind_it_is_large_or_odd_stays_alone() -> None:
     assert products(Attention(True, 20).eval().to(F16), x[..., :20], t.to(F16)) == 5, "odd"
     wide = Attention(True, 4096).eval().to(F16)
     assert products(wide, torch.randn(1, 8, 4096).to(F16), t[:1].to(F16)) == 4, "large weights"
+
+
+class Chosen(nn.Module):
+    """Products of as many rows as a mask says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x[x.sum(1) > 0]
+        return self.first(rows).view(-1, 8) + self.second(rows).view(-1, 8)
+
+
+def test_rows_whose_number_follows_from_data_are_refused_in_words() -> None:
+    made = export(Chosen().half(), (torch.randn(4, 32).half(),))
+    with pytest.raises(CannotImport, match="depends on the numbers in a tensor"):
+        convert(made.module, made.constants, made.placeholders, on_gpu=True)
