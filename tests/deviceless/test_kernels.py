@@ -25,7 +25,7 @@ from cudnngraph.kernels.tape import Refused
 from cudnngraph.kernels.write import write
 from cudnngraph.runtime import updates
 from tests import chunks, generated
-from tests.cpu.kernels import test_columns, test_torch_ops
+from tests.cpu.kernels import test_columns, test_torch_ops, test_whole_numbers
 from tests.samples import F64, Case, enumerate_cases
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
@@ -202,6 +202,13 @@ def test_single_elements_as_torch_computes_them_compile() -> None:
     for spec in specs:
         text = patterns.source(spec, patterns.by_rule(spec, PROCESSORS)).text
         assert resources(compiler.cubin(text, 90)).local_bytes <= SLOW_PATH, spec
+
+
+def test_running_sums_compile_and_spill_nothing() -> None:
+    for spec in test_whole_numbers.specs():
+        text = patterns.source(spec, patterns.by_rule(spec, PROCESSORS)).text
+        for capability in (80, 90, 120):
+            assert resources(compiler.cubin(text, capability)).local_bytes == 0, spec
 
 
 # -- what is read from a cubin ---------------------------------------------------------------------

@@ -7,13 +7,14 @@ from typing import Any
 
 from ...ir.spec import TensorSpec
 from ..scalars import number
-from ..tape import Number, Refused, Value
+from ..tape import Number, Refused, Value, mapped
 
 Given = Mapping[str, Any]
 TorchRule = Callable[[Given, TensorSpec], "Value | tuple[Value, ...]"]
 
 MOST_PLACES = 1 << 31  # that an int counts
 INTS = ("int", "i64")
+WIDTH = {"bool": 0, "int": 1, "i64": 2}  # of what is a whole number in a wider one
 
 
 def whole(value: Any) -> Value:
@@ -24,11 +25,14 @@ def whole(value: Any) -> Value:
 
 
 def operand(value: Any, like: str) -> Value:
-    """An operand of a type, a tensor or a number of Python's. Raises Refused for another."""
+    """An operand of a type, a tensor or a number of Python's; a bool or a whole number of fewer
+    bits as one of them. Raises Refused for another."""
     if isinstance(value, Value):
-        if value.type != like:
+        if value.type == like:
+            return value
+        if WIDTH.get(value.type, 2) >= WIDTH.get(like, 0):
             raise Refused("operands of several types")
-        return value
+        return mapped(lambda a: f"({like}){a}", value, type=like)
     if like == "float":
         return Number((), number(float(value)))
     if like == "bool" or isinstance(value, float) or not -(1 << 31) < value < 1 << 31:

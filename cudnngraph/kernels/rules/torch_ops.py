@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -21,19 +20,27 @@ from ..scalars import MEMORY, REGISTER, number
 from ..tape import (
     Pick,
     Place,
-    Read,
     Refused,
     Value,
     common,
     mapped,
-    operands_of,
     reshape,
     sliced,
 )
-from . import row_places
+from . import row_places, running_sums
 from .given import INTS, MOST_PLACES, Given, TorchRule, operand, whole
 from .pointwise import Operands
 from .softmax import log_softmax_along, softmax_along
+from .whole_numbers import (
+    clamp,
+    floor_divide,
+    inverted,
+    logical_not,
+    magnitude,
+    negative,
+    of_two,
+    remainder,
+)
 
 
 def aten_op(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
@@ -275,6 +282,13 @@ def _remainder(a: str, b: str) -> str:
     return f"({left} != 0.0f && ({left} < 0.0f) != ({b} < 0.0f) ? {left} + {b} : {left})"
 
 
+def _left(given: Given, result: TensorSpec) -> Value | tuple[Value, ...]:
+    """remainder by a number, of floats and of whole numbers."""
+    if given["self"].type == "float":
+        return _of_floats(_remainder, "self", "other")(given, result)
+    return remainder(given, result)
+
+
 def _sinc(x: str) -> str:
     turned = f"({number(math.pi)} * {x})"
     return f"({x} == 0.0f ? 1.0f : sinf({turned}) / {turned})"
@@ -307,46 +321,6 @@ def _along(made: Callable[[Value, int], Value]) -> TorchRule:
     return rule
 
 
-def _of_two(sign: str, *types: str, made: str = "") -> TorchRule:
-    """An op of two operands of one of the types, which is of type ``made`` or theirs."""
-
-    def rule(given: Given, result: TensorSpec) -> Value:
-        x, y = given["self"], given["other"]
-        if not isinstance(x, Value) or x.type not in types or given.get("alpha", 1) != 1:
-            raise Refused("an op of torch's on other operands than whole numbers")
-        if "int" in (x.type, REGISTER[result.dtype]) and _of_8_bits(x, y, result):
-            raise Refused("whole numbers of 8 bits, which wrap")
-        like = "bool" if made else x.type
-        return mapped(lambda a, b: f"({a} {sign} {b})", x, operand(y, x.type), type=like)
-
-    return rule
-
-
-def _floor_divide(given: Given, result: TensorSpec) -> Value:
-    """Whole numbers by a positive one: what is left of the division has their sign."""
-    x, by = given["self"], given["other"]
-    if x.type not in INTS or REGISTER[result.dtype] != x.type or _of_8_bits(x, result):
-        raise Refused("a division of other numbers than whole ones")
-    if type(by) is not int or not 0 < by < 1 << 31:
-        raise Refused("a division by another number than a positive whole one")
-    return mapped(lambda a: f"({a} / {by} - ({a} % {by} < 0))", x, type=x.type)
-
-
-def _of_8_bits(*tensors: Any) -> bool:
-    """Whether whole numbers among these, or what they are made of, have 8 bits."""
-    stack, seen = [each for each in tensors if isinstance(each, (Value, TensorSpec))], set[int]()
-    while stack:
-        each = stack.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        tensor = each.tensor if isinstance(each, Read) else each
-        if isinstance(tensor, TensorSpec) and tensor.dtype in (torch.int8, torch.uint8):
-            return True
-        stack += operands_of(each) if isinstance(each, Value) else ()
-    return False
-
-
 def _where(given: Given, result: TensorSpec) -> Value:
     condition, x, y = given["condition"], given["self"], given["other"]
     if condition.type != "bool":
@@ -362,24 +336,6 @@ def _masked_fill(given: Given, result: TensorSpec) -> Value:
         raise Refused("a mask that is no bool")
     operands = (given["mask"], operand(given["value"], x.type), x)
     return mapped(lambda m, v, a: f"({m} ? {v} : {a})", *operands, type=x.type)
-
-
-def _clamp(given: Given, result: TensorSpec) -> Value:
-    """Whole numbers within bounds."""
-    x: Value = given["self"]
-    if x.type not in INTS or _of_8_bits(x, result):
-        raise Refused("bounds of other numbers than whole ones")
-    for name, sign in (("min", "<"), ("max", ">")):
-        if given.get(name) is not None:
-            code = f"({{0}} {sign} {{1}} ? {{1}} : {{0}})"
-            x = mapped(code.format, x, operand(given[name], x.type), type=x.type)
-    return x
-
-
-def _not(given: Given, result: TensorSpec) -> Value:
-    if given["self"].type != "bool":
-        raise Refused("not of what is no bool")
-    return mapped(lambda a: f"(!{a})", given["self"], type="bool")
 
 
 #: CUDA's functions of a float that are torch's.
@@ -411,14 +367,14 @@ _OF_PAIRS: Mapping[str, Callable[[str, str], str]] = {
     "fmod.Tensor": lambda a, b: f"fmodf({a}, {b})",
     "fmod.Scalar": lambda a, b: f"fmodf({a}, {b})",
     "remainder.Tensor": _remainder,
-    "remainder.Scalar": _remainder,
 }
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGICAL = {"logical_and": "&&", "logical_or": "||", "logical_xor": "!="}
-_BITWISE = {"bitwise_and": "&&", "bitwise_or": "||", "bitwise_xor": "!="}
+_BITWISE = {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
 
 RULES: Mapping[str, TorchRule] = {
     **row_places.RULES,
+    **running_sums.RULES,
     "aten.embedding.default": _embedding,
     "aten.index_select.default": _index_select,
     "aten.gather.default": _gather,
@@ -438,6 +394,7 @@ RULES: Mapping[str, TorchRule] = {
         for name, code in _TESTS.items()
     },
     **{f"aten.{name}": _of_floats(code, "self", "other") for name, code in _OF_PAIRS.items()},
+    "aten.remainder.Scalar": _left,
     "aten.heaviside.default": _of_floats(_step, "self", "values"),
     "aten.lerp.Tensor": _of_floats(_between, "self", "end", "weight"),
     "aten.lerp.Scalar": _of_floats(_between, "self", "end", "weight"),
@@ -445,23 +402,29 @@ RULES: Mapping[str, TorchRule] = {
     "aten.addcdiv.default": _scaled("{by} * ({a} / {b})"),
     "aten._softmax.default": _along(softmax_along),
     "aten._log_softmax.default": _along(log_softmax_along),
-    "aten.floor_divide.default": _floor_divide,
+    "aten.floor_divide.default": floor_divide,
     "aten.masked_fill.Scalar": _masked_fill,
-    "aten.clamp.default": _clamp,
+    "aten.clamp.default": clamp,
     "aten.where.self": _where,
     "aten.where.ScalarSelf": _where,
     "aten.where.ScalarOther": _where,
-    "aten.logical_not.default": _not,
-    "aten.bitwise_not.default": _not,
-    **{f"aten.{name}.default": _of_two(sign, "bool") for name, sign in _LOGICAL.items()},
-    **{f"aten.{name}.Tensor": _of_two(sign, "bool") for name, sign in _BITWISE.items()},
+    "aten.logical_not.default": logical_not,
+    "aten.bitwise_not.default": inverted,
+    "aten.neg.default": negative,
+    "aten.abs.default": magnitude,
+    **{f"aten.{name}.default": of_two(sign, "bool") for name, sign in _LOGICAL.items()},
     **{
-        f"aten.{name}.{kind}": _of_two(sign, "float", "bool", *INTS, made="bool")
+        f"aten.{name}.{kind}": of_two(sign, "bool", *INTS, wraps=kind == "Scalar")
+        for name, sign in _BITWISE.items()
+        for kind in ("Tensor", "Scalar")
+    },
+    **{
+        f"aten.{name}.{kind}": of_two(sign, "float", "bool", *INTS, made="bool")
         for name, sign in _COMPARISONS.items()
         for kind in ("Tensor", "Scalar")
     },
     **{
-        f"aten.{name}.Tensor": _of_two(sign, *INTS)
+        f"aten.{name}.Tensor": of_two(sign, "bool", *INTS)
         for name, sign in (("add", "+"), ("sub", "-"), ("mul", "*"))
     },
 }

@@ -385,7 +385,7 @@ def test_an_embedding_with_its_norm_is_one_kernel() -> None:
 
 def test_ops_of_torch_without_a_rule_are_torchs() -> None:
     for name, args, dtype in (
-        ("aten.cumsum.default", (X, 0), F32),
+        ("aten.cumprod.default", (X, 0), F32),
         ("aten._to_copy.default", (X,), torch.float64),
     ):
         spec = graph(name, args, ((4, 4), dtype, None))

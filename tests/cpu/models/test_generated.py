@@ -54,6 +54,8 @@ MIXED: dict[str, Callable[..., torch.Tensor]] = {
     "whole": lambda x, b, i: x * i + i / 3 - torch.sub(x, i, alpha=0.5),
     "compared": lambda x, b, i: torch.where(x > i, x, x + 1),
     "filled": lambda x, b, i: x.masked_fill(b, x.max()) - x.min(),
+    "positions": lambda x, b, i: x * b.int().cumsum(1),
+    "hashed": lambda x, b, i: x * ((-i) % 3) * ((i & 1) == b),
 }
 
 
