@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import draws, parts
+from . import draws, kept, parts
 
 Tensor = torch.Tensor
 _aten: Any = torch.ops.aten
@@ -30,7 +30,10 @@ def fewest_bytes(*, kernels: bool) -> Any:
 
     def plain(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         with _drawn_once():
-            return partition(joint, inputs, **options)
+            forward, backward = partition(joint, inputs, **options)
+            if kept.copy_written(joint, backward):
+                forward, backward = partition(joint, inputs, **options)
+            return forward, backward
 
     def parted(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         parts.take_apart(joint)
@@ -66,14 +69,15 @@ def _drawn_once() -> AbstractContextManager[None]:
 
     def make(theirs: Any, module: Any) -> Any:
         def ours(graph: torch.fx.Graph, info: Any, *rest: Any, **options: Any) -> list[Any]:
-            kept = list(theirs(graph, info, *rest, **options))
+            saved = list(theirs(graph, info, *rest, **options))
+            saved += filter(kept.is_copy, graph.nodes)
             for node in graph.nodes:
                 if not draws.is_random(node) or node not in info.required_fw_nodes:
                     continue
                 if not module.must_recompute(node):  # as a checkpoint's, whose state is kept
                     results = [user for user in node.users if user.target is operator.getitem]
-                    kept += results or [node]
-            return list(dict.fromkeys(kept))  # what no backward reads is left out later
+                    saved += results or [node]
+            return list(dict.fromkeys(saved))  # what no backward reads is left out later
 
         return ours
 
