@@ -289,10 +289,11 @@ def assembled(
             results.append(output(value))
         elif kind == "expand":
             results.append(output(value[0]).expand(value[1]))
-        elif kind == "view":
+        elif kind in ("view", "shared"):
             source, shape, stride, past = value
             whole = tensors[source] if isinstance(source, int) else made[source]
-            results.append(whole.as_strided(shape, stride, whole.storage_offset() + past))
+            form = shape, stride, whole.storage_offset() + past
+            results.append(whole.as_strided(*form) if kind == "view" else as_laid(whole, *form))
         elif kind == "count":
             results.append(counted[value])
         else:
@@ -301,6 +302,14 @@ def assembled(
     for place in imported.elsewhere:
         results[place] = results[place].cpu()
     return results
+
+
+def as_laid(
+    whole: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """A tensor that shows the memory of another, of which it is no view."""
+    shown = torch.empty(0, dtype=whole.dtype, device=whole.device)
+    return shown.set_(whole.untyped_storage(), offset, tuple(shape), tuple(stride))
 
 
 def _counted(

@@ -45,7 +45,7 @@ from .export import HasGraph, export, last_line
 from .frames import frame_of, is_frame
 from .pad_channels import pad_channels
 from .pad_products import pad_products
-from .results import Result, results_of
+from .results import NO_PLACES, Places, Result, results_of
 from .retrace import LIES
 from .rules.base import Arguments, Rule, Skip, gives_many, reads, spread
 from .rules.norm import Norm, norm_of
@@ -98,8 +98,8 @@ class Imported:
     and the place of a tensor that is handed on, "value" and what the result always is, "copy" and a
     tensor whose numbers it always has, "expand" and the name of an output with the shape that it is
     expanded to, "view" and the name of an output or the place of a tensor with the shape, strides
-    and offset of the view, or "count" and the place of a tensor of whole numbers with what is added
-    to it.
+    and offset of the view, "shared" and as much, or "count" and the place of a tensor of whole
+    numbers with what is added to it.
     ``spec`` is None where nothing is left to compute. ``folded`` counts batch norms in weights.
     ``packed`` says how an image lies in an input that is no such image. ``elsewhere`` are the
     places of results that the model has on the CPU, where the graph is a GPU's.
@@ -126,8 +126,7 @@ def convert(
     on_gpu: bool = False,
     kernels: bool = False,
     random: bool = False,
-    saved: Sequence[int] = (),
-    as_made: Sequence[int] = (),
+    places: Places = NO_PLACES,
     folds: bool = True,
 ) -> Imported:
     """The graph of ATen ops ``module`` as one of ours.
@@ -137,11 +136,10 @@ def convert(
     there: images of three channels get a fourth where convolutions by constant weights alone read
     them (not with ``keep_strides``), several short sequences of attention are one, constant masks
     are aligned. ``kernels`` leaves nothing to torch that a generated kernel does. ``random`` takes
-    ops that draw random numbers as they are. ``saved`` are the places of results that only a
-    gradient reads: they may be views, and images of ``as_made`` lie as they are made. ``folds``
+    ops that draw random numbers as they are. ``places`` says which results may be views. ``folds``
     puts norms into the weights of convolutions. Raises :class:`CannotImport` with the op's line.
     """
-    options = (channels_last, keep_strides, on_gpu, kernels, random, saved, as_made, folds)
+    options = (channels_last, keep_strides, on_gpu, kernels, random, places, folds)
     return Importer(module, constants, placeholders, name, *options).run()
 
 
@@ -176,8 +174,7 @@ class Importer:
     on_gpu: bool
     kernels: bool
     random: bool
-    saved: Sequence[int]
-    as_made: Sequence[int]
+    places: Places
     folds: bool
     env: dict[torch.fx.Node, Any] = field(default_factory=dict)
     opaque: dict[str, Opaque] = field(default_factory=dict)  # by the graph's nodes

@@ -6,7 +6,6 @@ There is one graph of ours for each form of the inputs; torch's own runs what ca
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from ..runtime import comparison, custom_ops
 from ..runtime.compile import compile, generates
 from . import (
     again,
+    called,
     cut,
     effects,
     forward_backward,
@@ -40,6 +40,7 @@ from .draws import Draw, take_out
 from .garbage import new_collected
 from .replay import Replayed, ReplayedBackward, Steps
 from .report import Report
+from .results import Places
 from .retrace import fits, is_known, lazily, lazy_places, retraced, strides_of_images
 
 _log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def backend(
     budget = given.get("activation_memory_budget")
     if budget is not None and not (type(budget) in (int, float) and 0 <= budget <= 1):
         raise PolicyError(f"activation_memory_budget={shown(budget)}; expected 0 to 1, or None")
-    names, number = _input_names(module), next(_numbers)
+    names, number = called.input_names(module), next(_numbers)
     known_masks.flag(module)
     whole.keep(module)
     kept = group_norms.Kept(module)
@@ -98,29 +99,29 @@ def backend(
     def built(
         traced: torch.fx.GraphModule,
         static: tuple[int, ...],
-        called: Names,
+        names_of: called.Names,
         title: str,
         **more: Any,
     ) -> _Compiled | cut.Cut:
         if not cut.is_needed(traced):
-            return _Compiled(traced, static, given, called, title, **more)
+            return _Compiled(traced, static, given, names_of, title, **more)
 
         def part(module: torch.fx.GraphModule, static: tuple[int, ...], number: int) -> _Compiled:
             options, name = {**given, "mode": None}, f"{title}, part {number}"
-            return _Compiled(module, static, options, _part_names, name, **more)
+            return _Compiled(module, static, options, called.part_names, name, **more)
 
-        kinds = called(len(results_in(traced.graph)), ())
-        kept_back = [at for at, kind in enumerate(kinds) if kind.startswith(_SAVED)]
+        kinds = names_of(len(results_in(traced.graph)), ())
+        kept_back = [at for at, kind in enumerate(kinds) if kind.startswith(called.SAVED)]
         return cut.Cut(traced, static, kept_back, title, part)
 
     def inference(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
         places = _static_places(len(examples))
-        return built(traced, places, _result_names(names), f"graph {number}")
+        return built(traced, places, called.result_names(names), f"graph {number}", shares=True)
 
     forwards: list[_Compiled | cut.Cut] = []
 
     def training(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
-        forwards.append(built(traced, (), _result_names(names), f"forward {number}"))
+        forwards.append(built(traced, (), called.result_names(names), f"forward {number}"))
         return forwards[-1]
 
     def backward(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
@@ -138,7 +139,7 @@ def backend(
                 forward.let_lie_as_made(saved.in_any_order(traced))
         saved.allow_again()
         title = f"backward {number}"
-        return built(traced, (), _gradient_names(names), title, gradients=True, steps=steps)
+        return built(traced, (), called.gradient_names(names), title, gradients=True, steps=steps)
 
     make: Any = aot_autograd
     compiled: Callable[..., Callable[..., Any]] = make(
@@ -162,65 +163,6 @@ def backend(
 
 # torch._dynamo.reset() and torch.compiler.reset() call it.
 backend.reset = report.forget  # type: ignore[attr-defined]
-
-_SAVED = "tensor"  # what the name of a result begins with that is saved
-#: What each of so many results of a graph is, of which the first are new values of these inputs.
-Names = Callable[[int, Sequence[int]], "list[str]"]
-
-
-def _input_names(module: torch.fx.GraphModule) -> list[str]:
-    """The user's names for the inputs of a dynamo graph, in AOTAutograd's order."""
-    held = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-    return held + [_source_name(n) for n in module.graph.nodes if n.op == "placeholder"]
-
-
-_HELD = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
-
-
-def _source_name(node: torch.fx.Node) -> str:
-    """ "layers.0.weight" of a parameter, "x" of an argument."""
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    name = getattr(source, "name", str(node.target))
-    text = str(name() if callable(name) else name)  # a method before torch 2.10
-    return ".".join(_HELD.findall(text)) or re.sub(r"^[LG]\['([^']+)'\]", r"\1", text)
-
-
-def _result_names(inputs: Sequence[str]) -> Names:
-    """Names of a forward's results: new values of inputs, results, tensors for the gradient."""
-    context = torch._guards.TracingContext.try_get()
-    metadata: Any = None if context is None else context.fw_metadata
-    changed = list(getattr(metadata, "mutated_inp_runtime_indices", ()))
-    tokens = len(getattr(metadata, "tokens", ()))
-    many = getattr(metadata, "num_outputs", None)
-
-    def new(at: int) -> str:
-        return f"the new '{inputs[at]}'" if at < len(inputs) else f"the new input {at}"
-
-    def names(count: int, written: Sequence[int]) -> list[str]:
-        made = [new(at) for at in written]
-        if many is None:
-            return made + [f"result {at}" for at in range(count - len(made))]
-        made += [f"token {at}" for at in range(tokens)]
-        made += [new(at) for at in changed]
-        made += [f"result {at}" for at in range(many)]
-        made += [f"{_SAVED} {at} for the gradient" for at in range(count - len(made))]
-        return made[:count]
-
-    return names
-
-
-def _gradient_names(inputs: Sequence[str]) -> Names:
-    def names(count: int, written: Sequence[int]) -> list[str]:
-        if count != len(inputs):  # views of one tensor that is written count as one
-            return [f"the gradient of input {at}" for at in range(count)]
-        return [f"the gradient of '{name}'" for name in inputs]
-
-    return names
-
-
-def _part_names(count: int, written: Sequence[int]) -> list[str]:
-    """What the results of a part of a graph are."""
-    return [f"value {at}" for at in range(count)]
 
 
 def _static_places(count: int) -> tuple[int, ...]:
@@ -255,10 +197,11 @@ class _Compiled:
         traced: torch.fx.GraphModule,
         static: Sequence[int],
         options: Mapping[str, Any],
-        names: Names,
+        names: called.Names,
         title: str,
         *,
         gradients: bool = False,
+        shares: bool = False,
         steps: Steps | None = None,
     ) -> None:
         self._boxed_call = True  # as AOTAutograd asks, of the instance
@@ -266,7 +209,7 @@ class _Compiled:
         self._effects = effects.take_out(traced)
         self._lazy = lazy_places(traced)
         self.traced, self._title = traced, title
-        self._names, self._gradients = names, gradients
+        self._names, self._gradients, self._shares = names, gradients, shares
         self._unread: tuple[int, ...] = ()  # results
         self._as_made: frozenset[str] = frozenset()  # images that are saved
         self._strides = strides_of_images(traced) if gradients else {}
@@ -326,6 +269,12 @@ class _Compiled:
         names = [getattr(each, "name", None) for each in results_in(traced.graph)]
         return [at for at in self._saved(traced) if names[at] in self._as_made]
 
+    def _places(self, traced: torch.fx.GraphModule, known: bool) -> Places:
+        """Where results stand. In training AOTAutograd itself makes views of what is returned."""
+        first = len(self._written)
+        returned = [first + at for at in self._returned(traced)] if self._shares else ()
+        return Places(self._saved(traced), self._made_so(traced) if known else (), returned)
+
     def _named(self, count: int) -> list[str]:
         read = [f"number {at} that is checked" for at in range(self._effects.reads)]
         return [*self._names(count - len(read), self._written), *read]
@@ -338,7 +287,7 @@ class _Compiled:
     def _saved(self, traced: torch.fx.GraphModule) -> list[int]:
         """The places of results that the backward alone reads."""
         names = self._named(len(results_in(traced.graph)))
-        return [at for at, name in enumerate(names) if name.startswith(_SAVED)]
+        return [at for at, name in enumerate(names) if name.startswith(called.SAVED)]
 
     def __call__(self, args: list[Any]) -> Any:
         with self._lock, torch.inference_mode(False), torch.no_grad():
@@ -439,7 +388,6 @@ class _Compiled:
                 raise CannotImport("it writes over a view that conjugates or negates")
             if not set(elsewhere(args, device)).isdisjoint(self._written):
                 raise CannotImport("it writes over a tensor of the CPU beside those of a GPU")
-            known = is_known(self.traced)
             as_traced = self._gradients and not fits(self.traced, args, any_order=True)
             args = self._as_traced(args) if as_traced else args
             traced = retraced(self.traced, args, any_order=self._gradients)
@@ -462,8 +410,7 @@ class _Compiled:
                 on_gpu=device.type == "cuda",
                 kernels=generates(self._policy),
                 random=True,
-                saved=self._saved(traced),
-                as_made=self._made_so(traced) if known else (),
+                places=self._places(traced, is_known(self.traced)),
             )
             results = list(imported.results)
             for place, form in forms.items():

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..device.allocation import strided_copy
 from ..errors import CaptureError
 from ..runtime.bound import CapturedIn, GraphMemory
-from .bound import Direct
+from .bound import Direct, as_laid
 
 _torch: Any = torch
 _weak: Any = StorageWeakRef
@@ -48,13 +49,17 @@ def _showing(tensor: torch.Tensor, memory: GraphMemory) -> torch.Tensor:
     """A tensor that shows the memory of one, and does not own it."""
     if not tensor.is_cuda:
         raise CaptureError(f"a result of a graph on a GPU is on {tensor.device}")
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    size_bytes = (last + 1) * tensor.element_size()
-    address = _Address(tensor.data_ptr(), size_bytes, memory)
+    address = _Address(tensor.data_ptr(), _end(tensor) - tensor.data_ptr(), memory)
     whole = torch.as_tensor(address, device=tensor.device).untyped_storage()
     shown = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return shown.set_(whole, 0, tensor.shape, tensor.stride())
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The address behind the last element of a tensor."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -115,6 +120,23 @@ class Steps:
         self.apart = self.apart or any(not each.expired() for each in self.gradients)
 
 
+def copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies, with the strides, of tensors that show one memory, and that show one memory."""
+    if len(tensors) == 1:
+        return [strided_copy(tensors[0])]
+    places = [each.data_ptr() for each in tensors]
+    first, last = min(places), max(map(_end, tensors))
+    count = (last - first) // tensors[0].element_size()
+    memory = torch.empty(count, dtype=tensors[0].dtype, device=tensors[0].device)
+    made = []
+    for each, place in zip(tensors, places, strict=True):
+        past = (place - first) // each.element_size()
+        made.append(as_laid(memory, each.shape, each.stride(), past))
+        core = [slice(1) if step == 0 else slice(None) for step in each.stride()]
+        made[-1][tuple(core)].copy_(each[tuple(core)])
+    return made
+
+
 class Replayed:
     """A graph run on the caller's tensors, by a CUDA graph from its third call on.
 
@@ -137,6 +159,7 @@ class Replayed:
         self._captured: CapturedIn | None = None
         self._own: dict[int, torch.Tensor] = {}  # by place, of the inputs that move
         self._made: list[Any] = []  # results; _LENT where they are
+        self._together: list[list[int]] = []  # results that are copied, by whose memory they show
         self._lent: _Lent | None = None
         self._lending: _Lending | None = None  # of the forward
 
@@ -238,16 +261,18 @@ class Replayed:
             results.extend(bound.run(given))
 
         self._captured = CapturedIn(call, self._device, memory)
-        made, lent = list(results), []
+        made, lent, memories = list(results), [], dict[int, list[int]]()
         results.clear()  # which what was captured holds
         for at, (kind, each) in enumerate(zip(self._kinds, made, strict=True)):
             inside = isinstance(kind, str) or kind[0] not in ("input", "value")
             if inside and at not in shown and each.numel():
                 lent.append(each)
                 self._made.append(_LENT)
+                if at in self._copied:
+                    memories.setdefault(each.untyped_storage().data_ptr(), []).append(at)
             else:
                 self._made.append(None if at in shown else each)
-        self._lent = _Lent(lent, memory)
+        self._lent, self._together = _Lent(lent, memory), list(memories.values())
         return lent
 
     def _parted(self, tensors: list[torch.Tensor]) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -286,9 +311,12 @@ class Replayed:
                 results.append(shown[at])
             elif made is _LENT:
                 each = next(lent)
-                results.append(each.clone() if at in self._copied else each)
+                results.append(each)
             else:
                 results.append(made)
+        for several in self._together:
+            for at, copy in zip(several, copied([results[at] for at in several]), strict=True):
+                results[at] = copy
         return results
 
 

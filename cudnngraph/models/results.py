@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,19 @@ if TYPE_CHECKING:
 #: A result: the name of an output, or a kind and what belongs to it (:class:`Imported`).
 Result = str | tuple[str, Any]
 
+
+@dataclass(frozen=True)
+class Places:
+    """Where results of a graph stand: those ``saved``, which only a gradient reads, those of them
+    that may lie as they are ``made``, and those ``returned`` to the user."""
+
+    saved: Sequence[int] = ()
+    made: Sequence[int] = ()
+    returned: Sequence[int] = ()
+
+
+NO_PLACES = Places()
+
 _Named = dict[str, dict[tuple[int, ...] | None, str]]  # outputs by value and by strides
 _aten: Any = torch.ops.aten
 
@@ -29,11 +43,13 @@ def results_of(c: Importer, node: torch.fx.Node) -> list[Result]:
     """Declare the outputs of the graph for the ``output`` node of a traced one."""
     named: _Named = {}
     flat = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
-    shown = _views(c, flat)
+    shown, shared = _views(c, flat), _returned(c, flat)
     return [
         _shown(c, each, shown[place], named)
         if place in shown
-        else _result(c, each, named, as_made=place in c.as_made)
+        else _shared(c, each, shared[place], named)
+        if place in shared
+        else _result(c, each, named, as_made=place in c.places.made)
         for place, each in enumerate(flat)
     ]
 
@@ -43,7 +59,7 @@ def _views(c: Importer, flat: Sequence[Any]) -> dict[int, torch.fx.Node]:
     those saved for a gradient, where together they are all of it."""
     found: dict[int, torch.fx.Node] = {}
     read: dict[torch.fx.Node, int] = {}
-    for place in c.saved:
+    for place in c.places.saved:
         node = flat[place]
         if not isinstance(node, torch.fx.Node) or not isinstance(c.env[node], Value):
             continue
@@ -53,6 +69,26 @@ def _views(c: Importer, flat: Sequence[Any]) -> dict[int, torch.fx.Node]:
         found[place] = whole
         read[whole] = read.get(whole, 0) + int(node.meta["val"].numel())
     return {place: each for place, each in found.items() if read[each] >= each.meta["val"].numel()}
+
+
+def _returned(c: Importer, flat: Sequence[Any]) -> dict[int, torch.fx.Node]:
+    """The places of returned results that show the memory of one another, and whose that is: what
+    is written over one is written over the others."""
+    sharing: dict[torch.fx.Node, list[int]] = {}
+    for place in c.places.returned:
+        node = flat[place]
+        if isinstance(node, torch.fx.Node) and isinstance(c.env[node], Value):
+            sharing.setdefault(_viewed(node) or node, []).append(place)
+    found: dict[int, torch.fx.Node] = {}
+    for whole, several in sharing.items():
+        value, form = c.env[whole], whole.meta.get("val")
+        if len(several) < 2 or not isinstance(value, Value) or not isinstance(form, torch.Tensor):
+            continue
+        if c.place_of(value) is not None or isinstance(c.kept(value), torch.Tensor):
+            continue
+        if form.numel() and is_dense(tuple(form.shape), tuple(form.stride())):
+            found |= dict.fromkeys(several, whole)
+    return found
 
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
@@ -88,6 +124,12 @@ def _shown(c: Importer, node: torch.fx.Node, whole: torch.fx.Node, named: _Named
     root = place if place is not None else _output(c, value, tuple(form.stride()), named)
     past = seen.storage_offset() - form.storage_offset()
     return "view", (root, tuple(seen.shape), tuple(seen.stride()), past)
+
+
+def _shared(c: Importer, node: torch.fx.Node, whole: torch.fx.Node, named: _Named) -> Result:
+    """A result that shows the memory of an output, as others do, and is a view of none: torch
+    refuses some writes over views."""
+    return "shared", _shown(c, node, whole, named)[1]
 
 
 def _result(c: Importer, each: Any, named: _Named, *, as_made: bool = False) -> Result:

@@ -19,7 +19,7 @@ import cudnngraph.functional as CF
 from cudnngraph import settings
 from cudnngraph.executor import reference
 from cudnngraph.models import bound as bindings
-from cudnngraph.models import dynamo
+from cudnngraph.models import called, dynamo
 from cudnngraph.runtime import comparison, custom_ops
 from cudnngraph.runtime.executable import Executable
 from tests import numerics
@@ -147,10 +147,10 @@ def test_inputs_have_the_names_that_the_user_gave_them(
 ) -> None:
     """torch 2.9 has a source's name as a method."""
     node = torch.fx.Graph().placeholder("L_x_")
-    assert dynamo._source_name(node) == "L_x_"
+    assert called.source_name(node) == "L_x_"
     text = (lambda: source) if is_method else source
     node.meta["grapharg"] = SimpleNamespace(source=SimpleNamespace(name=text))
-    assert dynamo._source_name(node) == name
+    assert called.source_name(node) == name
 
 
 def test_a_new_value_of_a_buffer_is_compared_and_none_is_written(
