@@ -10,6 +10,7 @@ of the two tensors is then taken for the only one, and must not be read once the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,6 +119,23 @@ class Aliases:
         while seen.source is not None:
             seen = seen.source
         return seen
+
+    def may_become_view(self, tensor: Tensor, op: Any) -> bool:
+        """Whether a tensor, which is no argument, may be what ``op`` makes of it: a view."""
+        seen = self._seen[id(tensor)]
+        return op in _VIEWS and not (seen.source is None and seen.memory.given)
+
+    def become(self, tensor: Tensor, view: Tensor, before: Tensor) -> None:
+        """Let ``tensor`` be from now on what ``view`` is, which was made of it and which nothing
+        else has; ``before`` stands for what it was."""
+        old, new = self._seen[id(tensor)], self._seen[id(view)]
+        self._seen[id(before)], self._seen[id(tensor)] = old, new
+        old.tensor, new.tensor = before, tensor
+        old.node.meta["val"], new.node.meta["val"] = before, tensor
+        if old.node.target is operator.getitem:
+            source: Any = old.node.args[0]
+            parts = (before if each is tensor else each for each in source.meta["val"])
+            source.meta["val"] = tuple(parts)
 
     def write(self, tensor: Tensor, value: Tensor) -> None:
         """Note that ``tensor`` has the numbers of ``value`` from now on, a result that nothing else

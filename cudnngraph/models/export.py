@@ -21,6 +21,7 @@ from . import trace as tracer
 from .compiler import WAYS
 from .encoders import told_by_masks_alone
 from .experts import ONE_SHAPE, by_groups
+from .transforms import transforms_ended
 
 _TORCH = Path(torch.__file__).parent
 
@@ -83,6 +84,11 @@ def _exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] |
         raise CannotImport(
             f"{type(model).__name__}: {error}, as those of an expanded tensor are; write over a "
             "clone() of it"
+        ) from error
+    except tracer.ForwardMode as error:
+        raise CannotImport(
+            f"{type(model).__name__} takes forward-mode gradients in its forward (torch.func.jvp, "
+            "jacfwd), which a graph does not; take them by torch.func.vjp or jacrev"
         ) from error
     except tracer.Foreign as error:
         what = foreign(model, error.kind, gives=error.gives)
@@ -206,7 +212,7 @@ def by_torch(
 
     name = type(model).__name__
     try:
-        with compile_lock, torch.no_grad(), _watched(model) as changes:
+        with compile_lock, torch.no_grad(), transforms_ended(), _watched(model) as changes:
             program = torch.export.export(model, tuple(args), dict(kwargs or {}), strict=False)
             program = program.run_decompositions({})
     except Exception as error:

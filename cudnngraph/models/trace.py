@@ -19,13 +19,12 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -33,11 +32,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.spec import overlaps_itself
 from ..ops import meta as forms
-from ..ops.pooling import UPSAMPLE
 from . import finite, flex
 from .aliases import Aliases
 from .compiler import COMPILER, aside, is_there, saying
 from .known_forms import KnownForms, mapped
+from .python_calls import as_declared, interpolation, product
 from .spectra import SPECTRA
 
 _aten: Any = torch.ops.aten
@@ -73,16 +72,10 @@ _OF_MEMORY: frozenset[Any] = frozenset(
 _TO_NUMBERS: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__")
 )
+#: The overload that an op is which has another name in place.
+_OVERLOADS: Mapping[Any, str] = {_aten.transpose_.default: "int"}
 #: Reshapes that strides may forbid.
 _OF_STRIDES: frozenset[Any] = frozenset((_aten.view.default, _aten._unsafe_view.default))
-_NORMS: frozenset[Any] = frozenset({F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm})
-_POOLS: frozenset[Any] = frozenset({F.max_pool1d, F.max_pool2d, F.max_pool3d})
-#: Those that are written in Python: their arguments may have other places than the op's.
-_BY_NAME: frozenset[Any] = (
-    _NORMS | _POOLS | {F.rms_norm, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d}
-)
-
-
 #: What an argument and a result may be made of.
 _LEAVES = (
     *(torch.Tensor, type(None), bool, int, float, str),
@@ -104,6 +97,10 @@ class Writes(Untraceable):
 
 class Overlaps(Untraceable):
     """It writes over elements that are one in memory: no other way to import it is right."""
+
+
+class ForwardMode(Untraceable):
+    """It takes forward-mode gradients: torch.export gives up too, after seconds."""
 
 
 class Foreign(Untraceable):
@@ -283,8 +280,10 @@ class Traced:
         """Remember what is raised, though the model may catch it and go another way."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._failed = True
+            if forward_ad._current_level >= 0 and type(error) in (Untraceable, RuntimeError):
+                raise ForwardMode(str(error)) from error
             raise
 
     def dispatched(self, op: Any, args: Any, kwargs: Any) -> Any:
@@ -312,7 +311,7 @@ class Traced:
             raise Asks(function.__name__, _line())
         name = _FUNCTIONS.get(function)
         plain = not torch.is_grad_enabled() and not _casts()
-        if function is torch.einsum and plain and (pair := _product(*args, **kwargs)) is not None:
+        if function is torch.einsum and plain and (pair := product(*args, **kwargs)) is not None:
             function, name, args, kwargs = torch.matmul, "matmul", pair, {}
         if function in SPECTRA and plain:
             with suppress(TypeError):
@@ -325,9 +324,9 @@ class Traced:
             return function(*args, **kwargs)
         try:
             if function is F.interpolate:
-                return self._new(*_interpolation(*args, **kwargs))
+                return self._new(*interpolation(*args, **kwargs))
             packet = getattr(_aten, name)
-            placed, named = _canonical(packet, function, args, kwargs)
+            placed, named = as_declared(packet, function, args, kwargs)
             which = torch._C._jit_resolve_packet(f"aten::{name}", *placed, **named)
             if getattr(packet, which or "default")._schema.is_mutable:
                 raise TypeError
@@ -376,17 +375,17 @@ class Traced:
         """One that writes over its first operand, as the op that makes a new tensor."""
         schema, name = op._schema, op._schema.name.removeprefix("aten::")
         packet = getattr(_aten, name.removesuffix("_"), None)
-        pure = getattr(packet, op._overloadname, None)
+        pure = getattr(packet, _OVERLOADS.get(op, op._overloadname), None)
         written = [place for place, each in enumerate(schema.arguments) if each.is_write]
         if pure is None or not name.endswith("_") or written != [0] or pure._schema.is_mutable:
             raise Untraceable(f"{op} writes over its operands")
-        if torch.Tag.inplace_view in op.tags:
-            raise Untraceable(f"{op} changes a shape")
         if [a.name for a in schema.arguments] != [a.name for a in pure._schema.arguments]:
             raise Untraceable(f"{op} is no other form of {pure}")
         target = args[0]
         if not isinstance(target, MetaTensor) or id(target) in self._real:
             raise Writes(op, self._real[id(target)][1] if id(target) in self._real else target)
+        if torch.Tag.inplace_view in op.tags:
+            return self._reshaped(op, pure, args, kwargs)
         first = self._aliases.first(target)
         if id(first.tensor) in self._real:
             raise Writes(op, self._real[id(first.tensor)][1])
@@ -398,6 +397,22 @@ class Traced:
         if made.dtype != target.dtype:
             made = self._new(_aten._to_copy.default, (made,), {"dtype": target.dtype})
         self._aliases.write(target, made)
+        return target
+
+    def _reshaped(self, op: Any, pure: Any, args: Any, kwargs: Any) -> Any:
+        """One that changes how its first operand lies over its memory, as the op that makes a view:
+        the operand is that view from then on."""
+        target = args[0]
+        if not self._aliases.may_become_view(target, pure):
+            raise Untraceable(f"{op} changes a shape")
+        with _no_modes():
+            before = MetaTensor(target.meta, target.device)
+        made = self._new(pure, args, kwargs)
+        with _no_modes():
+            op(*args, **kwargs)
+        target.meta = made.meta
+        self._alive.append(before)
+        self._aliases.become(target, made, before)
         return target
 
     def _computed(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
@@ -472,82 +487,6 @@ def _no_modes() -> Any:
     return torch._C._DisableTorchDispatch()
 
 
-def _canonical(packet: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a call as the op takes them. Raises TypeError where they are others."""
-    if isinstance(function, FunctionType):
-        if function not in _BY_NAME:
-            raise TypeError
-        if function not in _POOLS:
-            kwargs = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
-            args = (kwargs.pop("input"),)
-            if function in _NORMS:
-                last = packet.default._schema.arguments[-1].name
-                kwargs[last] = torch.backends.cudnn.enabled
-        elif kwargs.get("return_indices") or len(args) > len(packet.default._schema.arguments):
-            raise TypeError
-    if function is torch.Tensor.reshape and all(isinstance(each, int) for each in args[1:]):
-        args = args if "shape" in kwargs else (args[0], list(args[1:]))
-    kwargs = {key: value for key, value in kwargs.items() if key != "return_indices"}
-    if "default" not in packet.overloads():
-        return args, kwargs
-    arguments, names, may_be_none, counts = _schema_of(packet)
-    if len(args) > len(arguments):
-        raise TypeError
-    kwargs = {k: v for k, v in kwargs.items() if v is not None or k in may_be_none}
-
-    def spread(name: str, value: Any) -> Any:
-        """A list where Python also takes its only number."""
-        return [value] * counts[name] if type(value) is int and counts.get(name) else value
-
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    given = {name: spread(name, value) for name, value in given.items()}
-    placed = []
-    for name, each in zip(names, arguments, strict=True):  # what comes first by place
-        if name not in given or each.kwarg_only:
-            break
-        placed.append(given.pop(name))
-    while placed and _is_default(arguments[len(placed) - 1], placed[-1]) and not given:
-        placed.pop()
-    return tuple(placed), given
-
-
-@cache
-def _schema_of(packet: Any) -> tuple[list[Any], list[str], set[str], dict[str, Any]]:
-    """The arguments of an op, their names, those that may be None, and lengths of lists."""
-    arguments = list(packet.default._schema.arguments)
-    names = [each.name for each in arguments]
-    may_be_none = {each.name for each in arguments if "Optional" in str(each.real_type)}
-    return arguments, names, may_be_none, {each.name: each.N for each in arguments}
-
-
-def _is_default(argument: Any, value: Any) -> bool:
-    if not argument.has_default_value() or isinstance(value, torch.Tensor):
-        return False
-    return type(argument.default_value) is type(value) and argument.default_value == value
-
-
-def _interpolation(
-    input: torch.Tensor,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The op that F.interpolate is, and its arguments. Raises KeyError or TypeError for others."""
-    rank = input.dim() - 2
-    packet = getattr(_aten, UPSAMPLE[mode, rank])
-    if recompute_scale_factor or antialias or (size is None) == (scale_factor is None):
-        raise TypeError
-    size, scales = (
-        None if each is None else list(each) if isinstance(each, (tuple, list)) else [each] * rank
-        for each in (size, scale_factor)
-    )
-    corners = () if "nearest" in mode else (bool(align_corners),)
-    return packet.vec, (input, size, *corners, scales and [float(each) for each in scales]), {}
-
-
 def _line() -> str:
     """The line that is being run outside of torch and of this file, as a traceback says it."""
     frame = sys._getframe(1)
@@ -597,36 +536,6 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._run.dispatched(func, args, kwargs or {})
 
 
-def _product(equation: Any, *operands: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The matrices whose product is what torch.einsum gives, None where it is something else.
-
-    torch takes an einsum apart into views that are copied, and a product of three dims.
-    """
-    if not isinstance(equation, str) or not all(isinstance(x, torch.Tensor) for x in operands):
-        return None
-    terms = equation.replace(" ", "").replace("->", ",").split(",")
-    if len(terms) != 3 or len(operands) != 2 or operands[0].dim() != operands[1].dim():
-        return None
-    more = all(term.startswith("...") for term in terms)
-    one, two, out = terms = [term[3:] if more else term for term in terms]
-    if operands[0].dim() < len(one) or (operands[0].dim() > len(one) and not more):
-        return None
-    if len({*map(len, terms)}) > 1 or len(out) < 2 or len({one[:-2], two[:-2], out[:-2]}) > 1:
-        return None
-    if not "".join(terms).isalpha() or any(len({*term}) < len(term) for term in terms):
-        return None
-    summed = ({*one[-2:]} & {*two[-2:]}) - {*out}
-    if len(summed) != 1 or {*one[-2:], *two[-2:]} != {*out[-2:], *summed}:
-        return None
-    pair: list[torch.Tensor] = []
-    for label in out[-2:]:
-        place = int(label not in one)
-        x, term = operands[place], terms[place]
-        first = label if not pair else summed.copy().pop()
-        pair.append(x if term[-2] == first else x.transpose(-2, -1))
-    return (pair[0], pair[1]) if pair[0].shape[-1] == pair[1].shape[-2] else None
-
-
 class _Called(TorchFunctionMode):
     def __init__(self, run: Traced) -> None:
         super().__init__()
@@ -670,7 +579,7 @@ def trace(
     try:
         with saying(way):
             return _traced(model, args, kwargs)
-    except (Writes, Overlaps, Foreign):
+    except (Writes, Overlaps, ForwardMode, Foreign):
         raise
     except Exception as error:  # whatever it is, torch.export is to say so
         if isinstance(error, Asks) and asked is not None:

@@ -99,7 +99,19 @@ WRITES: Mapping[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def _program(seed: int, *, perhaps: bool) -> Callable[[Any, Tensor], list[Tensor]]:
+#: What changes how a tensor lies over its memory, in place.
+RESHAPES: Mapping[str, Callable[[Tensor, random.Random], Any]] = {
+    "unsqueezed": lambda t, r: t.unsqueeze_(r.randint(-t.dim() - 1, t.dim())),
+    "squeezed": lambda t, r: t.squeeze_() if r.random() < 0.5 else t.squeeze_(0),
+    "transposed": lambda t, r: t.transpose_(r.randrange(t.dim()), -1),
+    "swapped": lambda t, r: t.swapaxes_(0, -1),
+    "turned": lambda t, r: t.t_() if t.dim() <= 2 else t,
+}
+
+
+def _program(
+    seed: int, *, perhaps: bool, reshapes: bool = False
+) -> Callable[[Any, Tensor], list[Tensor]]:
     """Views of one tensor and of what is computed of it, written and read in a random order."""
     views = {**VIEWS, **PERHAPS} if perhaps else VIEWS
 
@@ -108,6 +120,8 @@ def _program(seed: int, *, perhaps: bool) -> Callable[[Any, Tensor], list[Tensor
         there, shown = [x * 1.5], []
         for _ in range(r.randint(4, 14)):
             t = r.choice(there)
+            if reshapes and t.dim() and r.random() < 0.3:
+                RESHAPES[r.choice(list(RESHAPES))](t, r)
             kind = r.random()
             if kind < 0.05:  # only read: elements that are one in memory
                 shown.append(t.unsqueeze(0).expand(2, *t.shape))
@@ -130,6 +144,16 @@ def test_random_writes_over_random_views_are_those_of_eager(part: int) -> None:
         want = model(x)
         for mine, theirs in zip(replayed(traced(model, x), x), want, strict=True):
             assert torch.equal(mine, theirs), seed
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_tensors_that_change_their_shape_in_place_are_those_of_eager(part: int) -> None:
+    x = image(*SHAPE)
+    for seed in range(40 * part, 40 * part + 40):
+        model = Of(_program(seed, perhaps=False, reshapes=True)).eval()
+        want = model(x)
+        for mine, theirs in zip(replayed(traced(model, x), x), want, strict=True):
+            assert mine.shape == theirs.shape and torch.equal(mine, theirs), seed
 
 
 @pytest.mark.parametrize("part", range(8))
@@ -242,6 +266,18 @@ def test_what_models_write_are_ops_of_the_graph(name: str) -> None:
 def _writes_a_held_tensor(m: Any, x: Tensor) -> Tensor:
     m.c[1:].mul_(0.5)
     return x + m.c
+
+
+def _reshapes_what_it_is_given(m: Any, x: Tensor) -> Tensor:
+    x.unsqueeze_(0)
+    return x * 2
+
+
+def test_an_argument_does_not_change_its_shape() -> None:
+    x = image(*SHAPE)
+    with pytest.raises(CannotImport):
+        cg.fuse(Of(_reshapes_what_it_is_given).eval(), x)
+    assert x.shape == SHAPE
 
 
 REFUSED: Mapping[str, tuple[Callable[..., Any], str]] = {

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import cudnngraph as cg
-from cudnngraph.models import trace
+from cudnngraph.errors import CannotImport
+from cudnngraph.models import export, trace
 from tests import numerics
 from tests.models import Of, image
 
@@ -64,6 +65,26 @@ MODELS: dict[
         lambda: {"l": nn.Linear(8, 8)},
         (2, 8),
     ),
+    "a vector": (
+        lambda m, x: torch.func.vjp(m.l, x)[1](x)[0],
+        lambda: {"l": nn.Linear(8, 8)},
+        (8,),
+    ),
+    "of each row": (
+        lambda m, x: torch.vmap(torch.func.grad(lambda row: m.l(row).tanh().sum()))(x),
+        lambda: {"l": nn.Linear(8, 8)},
+        (3, 8),
+    ),
+    "Jacobian": (
+        lambda m, x: torch.func.jacrev(lambda row: m.l(row).tanh())(x),
+        lambda: {"l": nn.Linear(8, 4)},
+        (8,),
+    ),
+    "Hessian": (
+        lambda m, x: torch.func.hessian(lambda row: m.l(row).tanh().sum())(x),
+        lambda: {"l": nn.Linear(8, 8)},
+        (8,),
+    ),
 }
 
 
@@ -82,3 +103,23 @@ def test_gradients_within_a_model_are_traced(name: str) -> None:
         for mine, theirs, wanted in zip(made, own, exact, strict=True):
             assert mine.dtype == theirs.dtype and not mine.requires_grad
             numerics.check(mine, wanted.detach(), torch.float32, theirs.detach(), terms=64)
+
+
+def _along(m: Any, x: torch.Tensor) -> torch.Tensor:
+    _, along = torch.func.jvp(m.l, (x,), (torch.ones_like(x),))
+    assert isinstance(along, torch.Tensor)
+    return along
+
+
+@pytest.mark.parametrize("by", ["fuse", "torch.export"])
+def test_forward_mode_is_refused_and_leaves_nothing_behind(by: str) -> None:
+    """torch.export left a transform and a level of tangents behind, for all that ran next."""
+    model, x = Of(_along, l=nn.Linear(3, 3)).eval(), image(3)
+    if by == "fuse":
+        with pytest.raises(CannotImport, match=r"forward-mode gradients .* torch.func.vjp"):
+            cg.fuse(model, x)
+    else:
+        with pytest.raises(CannotImport, match="cannot be exported"):
+            export.by_torch(model, (x,))
+    assert torch.ones(2).requires_grad_().requires_grad
+    assert model(x).shape == x.shape
