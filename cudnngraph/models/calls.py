@@ -196,6 +196,12 @@ pytree.register_pytree_node(
 Pattern = tuple[str, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 
 
+def _part_of_slice(each: Any) -> Any:
+    if isinstance(each, torch.Tensor):
+        raise PolicyError("an argument is a slice of tensors; expected whole numbers in it")
+    return type(each), each
+
+
 def is_number(leaf: Any) -> bool:
     """Whether a leaf is a number of Python's or numpy's, and neither a bool nor an enumeration."""
     kind = type(leaf)
@@ -245,6 +251,11 @@ class Call:
             elif is_number(leaf):
                 self.numbers[place] = leaf
                 self.parts.append(type(leaf))
+            elif isinstance(leaf, slice):  # which has a hash from Python 3.12 on
+                self.parts.append((slice, *map(_part_of_slice, (leaf.start, leaf.stop, leaf.step))))
+            elif type(leaf).__module__ == "numpy" and hasattr(leaf, "__array_interface__"):
+                mend = "give a tensor, as torch.from_numpy makes one of it"
+                raise PolicyError(f"an argument {is_a(leaf)}, which is no tensor; {mend}")
             elif not isinstance(leaf, Hashable):
                 raise PolicyError(
                     f"an argument {is_a(leaf)}, which has no hash: forms are told apart by the "

@@ -399,6 +399,11 @@ class Fused(StandIn):
         """Return the number of forms of inputs that are kept ready."""
         return len(self._forms)
 
+    def __getitem__(self, index: Any) -> Any:
+        """Return a part of the model, as it is, where the model has parts by index or by key."""
+        model: Any = self.unfused
+        return model[index]
+
     def __bool__(self) -> bool:
         """As a model: true, also if no form is ready."""
         return True

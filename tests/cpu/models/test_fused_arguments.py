@@ -349,6 +349,22 @@ def test_what_holds_itself_or_has_no_hash_is_refused() -> None:
         cg.fuse(model, (Batch({1, 2}),))
 
 
+def test_a_slice_is_part_of_the_form() -> None:
+    model, x = Of(lambda m, x, rows: (x * 2.0)[rows]).eval(), image(5, 3)
+    fused = cg.fuse(model, (x, slice(0, 2)))
+    for rows in (slice(0, 2), slice(1, 4), slice(None, None, 2), slice(0, 2)):
+        torch.testing.assert_close(fused(x, rows), model(x, rows))
+    assert len(fused) == 3
+    with pytest.raises(cg.PolicyError, match="a slice of tensors; expected whole numbers in it"):
+        fused(x, slice(torch.tensor(0), torch.tensor(1)))
+
+
+def test_an_array_is_refused_with_the_way_to_give_it() -> None:
+    fused = cg.fuse(Of(lambda m, x: x * 2.0).eval(), image(5, 3))
+    with pytest.raises(cg.PolicyError, match="give a tensor, as torch.from_numpy makes"):
+        fused(image(5, 3).numpy())
+
+
 def test_results_that_hold_tensors_in_objects_are_refused() -> None:
     class Cache:
         def __init__(self, keys: torch.Tensor) -> None:

@@ -266,3 +266,12 @@ def test_hooks_of_the_model_run_and_those_of_the_fused_one_too() -> None:
     handle.remove()
     close(fused, model, x)
     assert len(model._forward_hooks) == 1 and not model._forward_pre_hooks
+
+
+def test_parts_by_index_are_the_models_own() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).eval()
+    fused = cg.fuse(model, image(2, 3))
+    assert fused[0] is model[0] and fused[-1] is model[1]
+    assert [*fused] == [*model]
+    with pytest.raises(TypeError, match="'Linear' object is not subscriptable"):
+        cg.fuse(model[0], image(2, 3))[0]
