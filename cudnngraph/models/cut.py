@@ -1,8 +1,9 @@
 """Graphs of torch.compile with calls that no graph of ours can hold, cut at these calls.
 
 They are torch's higher-order ops: kernels of Triton, ops that write over their operands, control
-flow. On a CPU so are ops that read numbers and draw others, beside other random ones: a graph draws
-in front of it, and the order would not be the model's. Torch runs each between graphs of ours.
+flow. So are ops of sparse tensors, and on a CPU bags of embeddings, and ops that read numbers and
+draw others, beside other random ones: a graph draws in front of it, and the order would not be the
+model's. Torch runs each between graphs of ours.
 Higher-order ops that only call a graph are called as that before a graph is traced, and flex
 attention as other ops, or by torch's own kernels (:mod:`~cudnngraph.models.flex`).
 """
@@ -48,6 +49,9 @@ def _call(graph: Any, identifier: Any, *operands: Any) -> Any:
 def _call_hinted(graph: Any, args: Any, kwargs: Any, hints: Any = None) -> Any:
     return graph(*args, **kwargs)
 
+
+_aten: Any = torch.ops.aten
+_OTHER_FORMS = frozenset({_aten._embedding_bag.default, _aten._embedding_bag_forward_only.default})
 
 _WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "flex_attention": flex.attention,
@@ -96,10 +100,21 @@ def is_needed(module: torch.fx.GraphModule) -> bool:
 def _torchs(nodes: Iterable[Node]) -> dict[Node, str]:
     """The calls to be cut at, with their names."""
     found = {node: name for node in nodes if (name := flex.higher_name(node.target))}
+    found |= {node: str(node.target) for node in nodes if _is_apart(node)}
     random = [node for node in nodes if draws.is_random(node) and _is_on_cpu(node)]
     if len(random) > 1:
         found |= {node: str(node.target) for node in random if draws.reads_numbers(node)}
     return found
+
+
+def _is_apart(node: Node) -> bool:
+    """Whether an op reads or gives sparse tensors, or on a CPU other forms than torch says."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    seen = pytree.tree_leaves([each.meta.get("val") for each in (node, *node.all_input_nodes)])
+    if any(isinstance(x, torch.Tensor) and x.layout is not torch.strided for x in seen):
+        return True
+    return node.target in _OTHER_FORMS and _is_on_cpu(node)
 
 
 def _is_on_cpu(node: Node) -> bool:

@@ -206,5 +206,4 @@ def test_sparse_gradients_are_torchs() -> None:
         assert grad is not None and grad.is_sparse
         found.append(grad.to_dense())
     assert torch.equal(*found)
-    (report,) = [each for each in cg.reports() if each.refused]
-    assert "it reads or makes a sparse tensor" in str(report.refused)
+    assert not any(each.refused for each in cg.reports())  # it is between graphs of ours

@@ -201,3 +201,44 @@ def test_regions_that_are_compiled_once_are_part_of_the_graph() -> None:
     y.sum().backward()
     assert left() == [] and len(cg.reports()) == 2
     torch.testing.assert_close(y, F.relu(F.relu(x @ W) @ W) + 1)
+
+
+class Bags(nn.Module):
+    """Sums, means or largest of rows of a table, or the rows, in front of layers."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.SiLU(), nn.Linear(6, 3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(self.table(ids))
+        return y
+
+
+TABLES: dict[str, Callable[[], nn.Module]] = {
+    "sums": lambda: nn.EmbeddingBag(9, 4, mode="sum", padding_idx=1),
+    "means": lambda: nn.EmbeddingBag(9, 4),
+    "largest": lambda: nn.EmbeddingBag(9, 4, mode="max"),
+    "sparse rows": lambda: nn.Embedding(9, 4, sparse=True),
+    "sparse sums": lambda: nn.EmbeddingBag(9, 4, mode="sum", sparse=True),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_bags_and_sparse_gradients_leave_the_layers_to_us(name: str) -> None:
+    torch.manual_seed(0)
+    model = Bags(TABLES[name]())
+    ids = torch.randint(0, 9, (5, 3))
+    layouts, found = [], []
+    for make, dtype in ((compiled, torch.float32), (None, torch.float32), (None, torch.float64)):
+        each = copy.deepcopy(model).to(dtype)
+        y = (each if make is None else make(each))(ids)
+        y.square().sum().backward()
+        grads = [p.grad for p in each.parameters() if p.grad is not None]
+        layouts.append([grad.layout for grad in grads])
+        found.append([y.detach(), *(grad.to_dense() for grad in grads)])
+    assert layouts[0] == layouts[1]
+    numerics.no_farther_than_eager(*found, torch.float32)
+    reports = cg.reports()
+    assert reports and not any(report.refused for report in reports), list(map(str, reports))

@@ -361,7 +361,7 @@ def test_a_slice_is_part_of_the_form() -> None:
 
 def test_an_array_is_refused_with_the_way_to_give_it() -> None:
     fused = cg.fuse(Of(lambda m, x: x * 2.0).eval(), image(5, 3))
-    with pytest.raises(cg.PolicyError, match="give a tensor, as torch.from_numpy makes"):
+    with pytest.raises(cg.PolicyError, match=r"give a tensor, as torch\.from_numpy makes"):
         fused(image(5, 3).numpy())
 
 
