@@ -261,7 +261,7 @@ class Replayed:
             results.extend(bound.run(given))
 
         self._captured = CapturedIn(call, self._device, memory)
-        made, lent, memories = list(results), [], dict[int, list[int]]()
+        made, lent, memories = list(results), [], dict[tuple[str, int], list[int]]()
         results.clear()  # which what was captured holds
         for at, (kind, each) in enumerate(zip(self._kinds, made, strict=True)):
             inside = isinstance(kind, str) or kind[0] not in ("input", "value")
@@ -269,7 +269,9 @@ class Replayed:
                 lent.append(each)
                 self._made.append(_LENT)
                 if at in self._copied:
-                    memories.setdefault(each.untyped_storage().data_ptr(), []).append(at)
+                    shares = not isinstance(kind, str) and kind[0] == "shared"
+                    whose = ("memory", each.untyped_storage().data_ptr()) if shares else ("own", at)
+                    memories.setdefault(whose, []).append(at)
             else:
                 self._made.append(None if at in shown else each)
         self._lent, self._together = _Lent(lent, memory), list(memories.values())
