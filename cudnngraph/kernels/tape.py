@@ -221,6 +221,12 @@ def mapped(code: Callable[..., str], *operands: Value, type: str = "float") -> M
     return Map(shape, operands, lambda args: code(*args), type=type)
 
 
+def places(shape: Sequence[int], dim: int) -> Place:
+    """The index along a dim of elements of a shape."""
+    extents = tuple(extent if at == dim else 1 for at, extent in enumerate(shape))
+    return Place(extents, dim, type="int")
+
+
 def add(x: Value, y: Value) -> Map:
     """x + y."""
     return mapped(lambda a, b: f"({a} + {b})", x, y)

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from . import draws, flex, report
 from .export import last_line
 from .report import Report
+from .results import results_in
 
 _log = logging.getLogger(__name__)
 Node = torch.fx.Node
@@ -152,8 +153,7 @@ class Cut:
         nodes = list(traced.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
         weights = {self._inputs[place] for place in static}
-        (output,) = (node for node in nodes if node.op == "output")
-        self._results: Sequence[Any] = output.args[0]
+        self._results = results_in(traced.graph)
         self._saved = frozenset(saved)
         self._steps: list[_Step] = []
         self._ours: dict[int, Part] = {}

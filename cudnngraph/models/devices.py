@@ -15,6 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import CannotImport
+from .results import results_in
+from .retrace import inputs_of
 
 if TYPE_CHECKING:
     from .convert import Imported
@@ -49,8 +51,7 @@ def elsewhere(given: Sequence[Any], device: torch.device) -> tuple[int, ...]:
 
 def reads_elsewhere(graph: torch.fx.Graph, device: torch.device) -> bool:
     """Whether inputs of a traced graph are on the CPU where it is not."""
-    given = (node for node in graph.nodes if node.op == "placeholder")
-    return any(_is_apart(node.meta.get("val"), device) for node in given)
+    return bool(elsewhere([node.meta.get("val") for node in inputs_of(graph)], device))
 
 
 def _is_apart(given: Any, device: torch.device) -> bool:
@@ -71,10 +72,3 @@ def placed(
         for name, each in imported.constants.items()
     }
     return replace(imported, constants=constants, elsewhere=elsewhere(seen, device))
-
-
-def results_in(graph: torch.fx.Graph) -> Sequence[Any]:
-    """What a traced graph gives: nodes, numbers, None."""
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    (results,) = output.args
-    return results if isinstance(results, (tuple, list)) else (results,)

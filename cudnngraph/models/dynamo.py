@@ -35,12 +35,12 @@ from . import (
 )
 from .bound import MAX_SHAPES, Direct
 from .convert import convert
-from .devices import device_of, elsewhere, placed, reads_elsewhere, results_in, traced_on
+from .devices import device_of, elsewhere, placed, reads_elsewhere, traced_on
 from .draws import Draw, take_out
 from .garbage import new_collected
 from .replay import Replayed, ReplayedBackward, Steps
 from .report import Report
-from .results import Places
+from .results import Places, results_in
 from .retrace import fits, is_known, lazily, lazy_places, retraced, strides_of_images
 
 _log = logging.getLogger(__name__)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .results import results_in
+
 
 @dataclass(frozen=True)
 class _Read:
@@ -81,8 +83,8 @@ def take_out(module: torch.fx.GraphModule) -> Effects:
         graph.erase_node(node)
     if not found:
         return NO_EFFECTS
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    output.args = ((*output.args[0], *reads),)
+    output = graph.output_node()
+    output.args = ((*results_in(graph), *reads),)
     module.recompile()
     return Effects(tuple(found), len(reads))
 

@@ -55,7 +55,7 @@ def _is_image(seen: Any) -> bool:
 
 def _lay_out(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
     """Give the results of a graph the layouts that dynamo has seen; the nodes that do that."""
-    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    output = module.graph.output_node()
     made: list[torch.fx.Node] = []
 
     def laid_out(node: torch.fx.Node) -> torch.fx.Node:

@@ -59,7 +59,7 @@ def _written(graph: torch.fx.Graph) -> list[torch.fx.Node]:
         for node in graph.nodes
         if node.target is _COPY and node.meta.get("partitioner_tag") != "must_be_in_backward"
     }
-    (output,) = (node for node in graph.nodes if node.op == "output")
+    output = graph.output_node()
     written = {
         each.mutated_input
         for each in pytree.tree_leaves(output.meta.get("desc", ()))

@@ -39,10 +39,16 @@ _Named = dict[str, dict[tuple[int, ...] | None, str]]  # outputs by value and by
 _aten: Any = torch.ops.aten
 
 
+def results_in(graph: torch.fx.Graph) -> Sequence[Any]:
+    """What a traced graph gives: nodes, numbers, None."""
+    (given,) = graph.output_node().args
+    return given if isinstance(given, (tuple, list)) else (given,)
+
+
 def results_of(c: Importer, node: torch.fx.Node) -> list[Result]:
     """Declare the outputs of the graph for the ``output`` node of a traced one."""
     named: _Named = {}
-    flat = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
+    flat = results_in(node.graph)
     shown, shared = _views(c, flat), _returned(c, flat)
     return [
         _shown(c, each, shown[place], named)

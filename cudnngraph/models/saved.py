@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .aten_ops import OF_MEMORY, goes_by_layout
+from .results import results_in
 from .rules.table import rule_of
 
 _aten: Any = torch.ops.aten
@@ -185,8 +186,8 @@ def unread(module: torch.fx.GraphModule) -> frozenset[str]:
 
 def without(module: torch.fx.GraphModule, places: Sequence[int]) -> dict[int, torch.Tensor]:
     """Leave out results of a graph, None in their places, and return the forms of the tensors."""
-    (output,) = (node for node in module.graph.nodes if node.op == "output")
-    results: list[Any] = list(output.args[0])
+    output = module.graph.output_node()
+    results: list[Any] = list(results_in(module.graph))
     forms: dict[int, torch.Tensor] = {}
     for place in places:
         node = results[place]

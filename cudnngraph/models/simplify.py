@@ -17,14 +17,13 @@ _NEUTRAL = {"div": 1, "mul": 1, "sub": 0}  # x + 0 is not: of -0 it makes 0
 
 
 def simplify(graph: torch.fx.Graph) -> None:
-    """Leave out, in place, what is computed again from the same operands, ``x * 1``, views of all
-    of a tensor as it lies, and what is empty of what is concatenated.
+    """Leave out, in place, what is computed again from the same operands, ``x * 1``, and views of
+    all of a tensor as it lies.
 
     What the model returns stays: its results are tensors of their own.
     """
     seen: dict[Hashable, Node] = {}
     for node in list(graph.nodes):
-        _drop_empty(node)
         if not is_pure(node) or any(user.op == "output" for user in node.users):
             continue
         same: Node | None = _unchanged(node)
@@ -72,11 +71,8 @@ def _unchanged(node: Node) -> Node | None:
     name = meta.op_name(node)
     if node.target is torch.ops.aten.copy.default:
         return _copied(node)
-    if node.target is torch.ops.aten.cat.default:
-        given: Any = node.args[0] if node.args else ()
-        return _seen_whole(node, given[0]) if len(given) == 1 else None
     if name in _VIEWS:
-        return _seen_whole(node, node.args[0])
+        return _seen_whole(node)
     if name not in _NEUTRAL or len(node.args) != 2 or node.kwargs:
         return None
     x, number = node.args
@@ -100,32 +96,14 @@ def _value(node: Any) -> torch.Tensor | None:
     return value if all(isinstance(size, int) for size in sizes) else None
 
 
-def _seen_whole(node: Node, source: Any) -> Node | None:
-    """What a view of ``source`` shows in its own form."""
-    made = _value(node)
+def _seen_whole(node: Node) -> Node | None:
+    """What a view shows in its own form."""
+    source, made = node.args[0], _value(node)
     seen = _value(source)
     if seen is None or made is None:
         return None
     alike = (seen.shape, seen.stride(), seen.dtype) == (made.shape, made.stride(), made.dtype)
-    return source if alike else None
-
-
-def _drop_empty(node: Node) -> None:
-    """Concatenate what has elements alone: a model without register tokens has a tensor of none,
-    and a cache of keys begins as one."""
-    if node.target is not torch.ops.aten.cat.default or not node.args:
-        return
-    given: Any = node.args[0]
-    made, values = _value(node), [_value(each) for each in given]
-    if made is None or made.numel() == 0 or any(value is None for value in values):
-        return
-    kept = [
-        each
-        for each, value in zip(given, values, strict=True)
-        if value is not None and value.numel()
-    ]
-    if len(kept) < len(given) and made.dtype in {each.meta["val"].dtype for each in kept}:
-        node.args = (kept, *node.args[1:])
+    return source if alike else None  # type: ignore[return-value]
 
 
 def _copied(node: Node) -> Node | None:

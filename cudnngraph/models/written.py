@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .results import results_in
+
 _COPY: Any = torch.ops.aten.copy_.default
 
 
@@ -18,7 +20,7 @@ def take_out(module: torch.fx.GraphModule) -> tuple[int, ...]:
     """Make what is copied into inputs the first results; return the places of these inputs."""
     graph = module.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    (output,) = (node for node in graph.nodes if node.op == "output")
+    output = graph.output_node()
     new: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is not _COPY or node.op != "call_function" or node.args[0] not in inputs:
@@ -30,7 +32,7 @@ def take_out(module: torch.fx.GraphModule) -> tuple[int, ...]:
         node.replace_all_uses_with(value)
         graph.erase_node(node)
     if new:
-        output.args = ((*new.values(), *output.args[0]),)
+        output.args = ((*new.values(), *results_in(graph)),)
         module.recompile()
     return tuple(inputs.index(node) for node in new)
 

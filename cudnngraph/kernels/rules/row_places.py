@@ -7,7 +7,6 @@ from ..tape import (
     Join,
     Map,
     Pick,
-    Place,
     Read,
     Reduce,
     Refused,
@@ -15,6 +14,7 @@ from ..tape import (
     View,
     mapped,
     operands_of,
+    places,
     reduced,
     reshape,
     sliced,
@@ -35,7 +35,7 @@ def _found(kind: str, given: Given, result: TensorSpec) -> tuple[Reduce, Value]:
     if x.shape[dim] >= MOST_COUNTED:
         raise Refused("more places than a float counts")
     most = reduced("max" if kind == "max" else "min", x, (dim,))
-    here = Place(tuple(n if at == dim else 1 for at, n in enumerate(x.shape)), dim, type="int")
+    here = places(x.shape, dim)
     none = f"{float(x.shape[dim])}f"
 
     def code(a: str, m: str, at: str) -> str:
@@ -92,7 +92,7 @@ def _scatter(source: str, *, adds: bool = False) -> TorchRule:
         for at, n in enumerate(row if y.shape else ()):
             if y.shape[at] != n:
                 y = sliced(y, at, 0, tuple(n if d == at else e for d, e in enumerate(y.shape)), 1)
-        here = Place(tuple(n if at == dim else 1 for at, n in enumerate(x.shape)), dim, type="int")
+        here = places(x.shape, dim)
         sign = "{0} + " if adds else ""
         code = f"({{2}} == {{3}} ? {sign}{{1}} : {{0}})"
         return mapped(code.format, x, y, index, here, type=x.type)

@@ -12,11 +12,11 @@ from functools import reduce
 from ...ir.spec import TensorSpec, numel
 from ..scalars import REGISTER
 from ..tape import (
-    Place,
     Refused,
     Value,
     mapped,
     permute,
+    places,
     reduced,
     reshape,
 )
@@ -65,7 +65,8 @@ def cumsum(given: Given, result: TensorSpec) -> Value:
         raise Refused("running sums of long rows")
     before = reshape(rows, (*rows.shape[:-1], 1, many))
     rank = len(before.shape)
-    here, there = (Place(_only(rank, dim, many), dim, type="int") for dim in (rank - 2, rank - 1))
+    pairs = (*rows.shape, many)  # of an element, and of one that is added up to it
+    here, there = places(pairs, rank - 2), places(pairs, rank - 1)
 
     def running(part: Value) -> Value:
         seen = mapped(lambda a, i, j: f"({j} <= {i} ? {a} : 0.0f)", part, here, there)
@@ -82,11 +83,6 @@ def cumsum(given: Given, result: TensorSpec) -> Value:
 def _shifted(x: Value, by: int) -> Value:
     """A float that is a whole number, with so many zero bits behind."""
     return mapped(lambda a: f"(i64)((u64)(i64){a} << {by})", x, type="i64")
-
-
-def _only(rank: int, dim: int, extent: int) -> tuple[int, ...]:
-    """A shape that is 1 along all dims but one."""
-    return tuple(extent if each == dim else 1 for each in range(rank))
 
 
 RULES = {"aten.cumsum.default": cumsum}

@@ -379,8 +379,11 @@ def _of_one_dtype(c: Importer, tensors: Sequence[Any]) -> list[Value]:
 
 
 def _cat(c: Importer, a: Arguments) -> Value:
+    """Of what has elements: a model without register tokens has a tensor of none, and a cache of
+    keys begins as one."""
     values = _of_one_dtype(c, a["tensors"])
-    return c.g.concat([each for each in values if 0 not in each.shape] or values, a["dim"])
+    kept = [each for each in values if 0 not in each.shape] or values
+    return c.g.concat(kept, a["dim"]) if len(kept) > 1 else kept[0]
 
 
 def _stack(c: Importer, a: Arguments) -> Value:

@@ -10,6 +10,7 @@ import cudnngraph as cg
 from cudnngraph.models import devices, dynamo
 from cudnngraph.models.convert import import_model
 from cudnngraph.models.export import export
+from cudnngraph.models.results import results_in
 from cudnngraph.models.trace import Traced
 
 CPU, GPU = torch.device("cpu"), torch.device("meta")
@@ -92,7 +93,7 @@ def test_what_is_traced_is_on_the_gpu_whichever_operand_comes_first(first: str) 
 
     traced = Traced(Scaled(), (torch.ones(2, device=GPU),), {})
     assert seen == [GPU]
-    (result,) = devices.results_in(traced.graph)
+    (result,) = results_in(traced.graph)
     assert result.meta["val"].device == CPU
 
 
