@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -500,6 +501,14 @@ def test_contenders_run_behind_what_the_current_stream_was_given_before() -> Non
     x.fill_(1.0)
     timing.measure([launch], stream)
     assert seen and all(float(each) == 1.0 for each in seen)
+
+
+@pytest.mark.alone
+def test_a_launch_takes_as_long_in_every_place() -> None:
+    x = torch.zeros(1 << 16, device="cuda")
+    stream: Any = torch.cuda.Stream()
+    times = timing.measure([lambda: x.add_(1.0)] * 4, stream, rounds=21, drop_over=math.inf)
+    assert max(times) < 1.15 * min(times), times
 
 
 def test_a_contender_that_raises_leaves_nothing_running() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Iterator, Sequence
 
@@ -139,3 +140,90 @@ def test_a_capture_is_over_whatever_a_launch_raises(
         with pytest.raises(raised, match="stop"):
             captured._capture([launch])
         assert events == ["begin", "end"]
+
+
+class Clock:
+    """A stream's time: launches and replays take some of it, and the host is late for a replay."""
+
+    device = None
+
+    def __init__(self, launches: list[float], replay: float, late: float) -> None:
+        self.now, self.free = 0.0, 0.0  # the host's, and when the GPU will have done all
+        self._launches, self._replay, self._late = iter(launches), replay, late
+
+    def _work(self, took: float) -> None:
+        self.now += self._late
+        self.free = max(self.free, self.now) + took
+
+    def launch(self) -> None:
+        self._work(next(self._launches))
+
+    def replay(self) -> None:
+        self._work(self._replay)
+
+    def synchronize(self) -> None:
+        self.now = self.free = max(self.now, self.free)
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    def event(self, enable_timing: bool) -> Event:
+        return Event(self)
+
+
+class Event:
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self.at = clock, 0.0
+
+    def record(self) -> None:
+        self.at = max(self._clock.now, self._clock.free)
+
+    def synchronize(self) -> None:
+        self._clock.synchronize()
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) / 1e3
+
+
+def captured(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Captured:
+    class Graph:
+        replay = clock.replay
+
+        def capture_begin(self, capture_error_mode: str) -> None:
+            pass
+
+        def capture_end(self) -> None:
+            clock.synchronize()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    made: Captured = Captured([clock.launch], clock)  # type: ignore[arg-type]
+    return made
+
+
+def test_the_first_launches_of_a_process_do_not_decide_how_many_are_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = []
+    for first in (30.0, 300.0):
+        clock = Clock([first, first, *[30.0] * 30], replay=0.0, late=10.0)
+        counts.append(captured(clock, monkeypatch).count)
+    assert counts == [10, 10], "400 us of launches that take 30, and 10 of the host"
+
+
+@pytest.mark.parametrize("count_us", [100.0, 3000.0])
+def test_what_the_host_takes_to_ask_for_a_replay_is_not_in_its_time(
+    count_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = captured(Clock([30.0] * 30, count_us, late=10.0), monkeypatch)
+    assert each() * each.count == pytest.approx(count_us)
+
+
+def test_a_long_replay_has_none_in_front_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock([5000.0] * 30, replay=5000.0, late=10.0)
+    each = captured(clock, monkeypatch)
+    before = clock.free
+    assert each() * each.count == pytest.approx(5010.0)
+    assert clock.free - before == pytest.approx(5010.0)
