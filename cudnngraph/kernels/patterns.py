@@ -20,6 +20,7 @@ from . import (
     depthwise_gradient,
     pieces,
     pool_gradient,
+    row_lists,
     row_sums,
     split,
     tap_sums,
@@ -28,6 +29,7 @@ from . import (
 from .depthwise import Strips
 from .pieces import Pieces
 from .pool_gradient import Patches
+from .row_lists import Lists
 from .row_sums import Bins
 from .rows import (
     MOST_KEPT,
@@ -49,7 +51,7 @@ from .tape import Cut, Refused
 from .tiling import Tiling, tiles_of, tilings, why_tiles_first
 from .write import write
 
-Pattern = Schedule | Split | Tiling | Strips | TapSums | Pieces | Patches | Bins
+Pattern = Schedule | Split | Tiling | Strips | TapSums | Pieces | Patches | Bins | Lists
 
 #: The knobs of a choice by the pattern that they are the schedule of.
 _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
@@ -59,6 +61,7 @@ _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     Pieces: ("lanes", "threads", "blocks"),
     Strips: ("lanes", "wide", "high", "vectors", "blocks"),
     Bins: ("table_rows", "columns", "threads"),
+    Lists: ("listed_rows", "columns", "numbers", "threads"),
     Patches: ("lanes", "patch_wide", "patch_high", "threads"),
     TapSums: ("lanes", "taps", "wide", "high", "vectors", "threads", "resident", "blocks"),
 }
@@ -89,9 +92,9 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
     It is known to be written.
     """
     if row_sums.has_sum(spec):
-        bins = row_sums.schedules(spec, processors)[0]
-        row_sums.write(spec, bins)
-        return choice_of(bins)
+        summed = row_lists.schedules(spec, processors)[0]
+        _written(spec, summed)
+        return choice_of(summed)
     if tap_sums.has_gradient(spec):
         sums = tap_sums.schedules(spec, processors)[0]
         depthwise_gradient.write(spec, sums)
@@ -142,7 +145,7 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
     """The choices that are worth measuring, the one by rule first. Raises :class:`Refused`."""
     found: dict[Choice, None] = {by_rule(spec, processors): None}
     if row_sums.has_sum(spec):
-        return list(found | dict.fromkeys(map(choice_of, row_sums.schedules(spec, processors))))
+        return list(found | dict.fromkeys(map(choice_of, row_lists.schedules(spec, processors))))
     if tap_sums.has_gradient(spec):
         sums = tap_sums.schedules(spec, processors)
         return list(found | dict.fromkeys(map(choice_of, sums)))
@@ -198,6 +201,8 @@ def _written(spec: GraphSpec, schedule: Pattern) -> Source:
         return depthwise_gradient.write(spec, schedule)
     if isinstance(schedule, Bins):
         return row_sums.write(spec, schedule)
+    if isinstance(schedule, Lists):
+        return row_lists.write(spec, schedule)
     if isinstance(schedule, Patches):
         return pool_gradient.write(spec, schedule)
     if isinstance(schedule, Pieces):

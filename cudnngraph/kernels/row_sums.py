@@ -28,14 +28,15 @@ SECTOR_BYTES = 32  # that memory is read in
 SHARED_BYTES = 36 << 10  # of a block, besides its words
 MULTIPROCESSOR_BYTES = 96 << 10  # of shared memory, that each GPU of these has at least
 MULTIPROCESSOR_THREADS = 1536
-MEASURED = 6  # schedules
 _MOST_ELEMENTS = 1 << 31
 _VALUES = (torch.float32, torch.float16, torch.bfloat16)
 _INDICES = (torch.int64, torch.int32)
 
 # About how many cycles each takes, to rank schedules: an index that is asked, a word that is looked
-# at, some numbers that are read and added, a row that is cleared or put together by a thread.
-_OF_AN_INDEX, _OF_A_WORD, _OF_A_READ, _OF_A_ROW = 8.0, 4.0, 700.0, 12.0
+# at, some numbers that are read and added, a row that is cleared or put together by a thread; and
+# how long a block waits for its first indices and its last numbers.
+OF_AN_INDEX, _OF_A_WORD, OF_A_READ, OF_A_ROW = 8.0, 4.0, 700.0, 12.0
+_TO_BEGIN = 2000.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Bins:
 
 
 @dataclass(frozen=True)
-class _Sum:
+class Sum:
     """Such a sum: ``count`` rows of ``width`` numbers for a table of ``rows``, but for ``skip``."""
 
     values: TensorSpec
@@ -72,7 +73,7 @@ def has_sum(spec: GraphSpec) -> bool:
     return sum_of(compute_nodes(spec.nodes)) is not None
 
 
-def region_of(spec: GraphSpec) -> _Sum:
+def region_of(spec: GraphSpec) -> Sum:
     """The sum of a region. Raises :class:`Refused`."""
     node = sum_of(compute_nodes(spec.nodes))
     if node is None:
@@ -87,83 +88,97 @@ def region_of(spec: GraphSpec) -> _Sum:
     if not is_contiguous(table.shape, table.stride):
         raise Refused("a sum by row that does not lie in rows")
     width = prod(values.shape[len(index.shape) :])
-    return _Sum(values, index, table, index.numel, width, rows, skip)
+    return Sum(values, index, table, index.numel, width, rows, skip)
 
 
-def schedules(spec: GraphSpec, processors: int) -> list[Bins]:
-    """Schedules that are worth measuring, the one by rule first. Raises :class:`Refused`."""
-    given = region_of(spec)
+def bins(given: Sum) -> list[Bins]:
+    """The schedules that there are for a table."""
     least = min(SECTOR_BYTES // given.values.dtype.itemsize, given.width)
     wide = [n for n in (4, 8, 16, 32, 64, 128, 256) if least <= n < 2 * given.width] or [4]
-    found = [
+    return [
         Bins(rows, columns, threads)
         for threads in (512, 256)
         for columns in wide
         for rows in (1, 2, 4, 8, 16, 32)
         if rows * threads * 4 <= SHARED_BYTES and rows < 2 * given.rows and columns <= threads
     ]
-    return sorted(found, key=lambda each: _cycles(given, each, processors))[:MEASURED]
 
 
-def _cycles(given: _Sum, bins: Bins, processors: int) -> float:
+def cycles(given: Sum, by: Bins, processors: int) -> float:
     """About how long it takes, if as many indices name each row."""
-    blocks = -(-given.rows // bins.table_rows) * -(-given.width // bins.columns)
-    shared = bins.threads * (bins.table_rows + 1) * 4
-    resident = max(1, min(MULTIPROCESSOR_BYTES // shared, MULTIPROCESSOR_THREADS // bins.threads))
-    groups = bins.threads // bins.columns
-    asked = -(-given.count // bins.threads) * _OF_AN_INDEX * bins.threads / 128
-    words = given.count / WORD / groups * _OF_A_WORD * bins.threads / 128
-    named = given.count * min(1.0, bins.table_rows / given.rows)
+    blocks = -(-given.rows // by.table_rows) * -(-given.width // by.columns)
+    shared = by.threads * (by.table_rows + 1) * 4
+    resident = max(1, min(MULTIPROCESSOR_BYTES // shared, MULTIPROCESSOR_THREADS // by.threads))
+    groups = by.threads // by.columns
+    asked = -(-given.count // by.threads) * OF_AN_INDEX * by.threads / 128
+    words = given.count / WORD / groups * _OF_A_WORD * by.threads / 128
+    named = given.count * min(1.0, by.table_rows / given.rows)
     reads = named / groups / TOGETHER
-    issued = asked + words + bins.table_rows * _OF_A_ROW
-    return blocks / processors * issued + max(1.0, blocks / processors / resident) * (
-        reads * _OF_A_READ
-    )
+    issued = asked + words + by.table_rows * OF_A_ROW
+    waited = _TO_BEGIN + reads * OF_A_READ
+    return blocks / processors * issued + max(1.0, blocks / processors / resident) * waited
 
 
-def write(spec: GraphSpec, bins: Bins) -> Source:
+class Names:
+    """How a kernel calls what it reads and writes: numbers of index ``n`` and of a ``column``."""
+
+    def __init__(self, spec: GraphSpec, given: Sum) -> None:
+        tensors = (*spec.inputs, *spec.outputs)
+        values, index, self.table = (
+            f"p{tensors.index(each.name)}" for each in (given.values, given.index, given.table)
+        )
+        n, column = Var("n", given.count), Var("column", given.width)
+        of_index = digits(counter(n), given.index.shape)
+        of_column = digits(counter(column), given.values.shape[len(of_index) :])
+        code = {n: n.name, column: column.name}
+        #: The row that index ``n`` names, and the number of it in a ``column``.
+        self.row = f"row_of({index}[{place(of_index, given.index.stride).code(code)}])"
+        added = place((*of_index, *of_column), given.values.stride).code(code)
+        self.value = f"get({values}[{added}])"
+        #: Whether row ``r`` is summed up.
+        self.counts = f"r < {given.rows}" + (f" && r != {given.skip}" if given.skip >= 0 else "")
+
+
+def write(spec: GraphSpec, by: Bins) -> Source:
     """The kernel. Raises :class:`Refused`."""
     given = region_of(spec)
-    rows, columns, threads = bins.table_rows, bins.columns, bins.threads
+    rows, columns, threads = by.table_rows, by.columns, by.threads
     if threads % columns or threads > 1024 or threads % WORD or rows * threads * 4 > SHARED_BYTES:
         raise Refused(f"{rows} rows of {columns} columns by {threads} threads")
-    tensors = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
-    at = {tensor.name: place for place, tensor in enumerate(tensors)}
-    used = (given.values, given.index, given.table)
-    values, index, table = (f"p{at[each.name]}" for each in used)
-    groups, across = threads // columns, -(-given.width // columns)
-    tile = threads * WORD
-    n, column = Var("n", given.count), Var("column", given.width)
-    of_index = digits(counter(n), given.index.shape)
-    of_column = digits(counter(column), given.values.shape[len(of_index) :])
-    code = {n: n.name, column: column.name}
-    asked = place(of_index, given.index.stride).code(code)
-    added = place((*of_index, *of_column), given.values.stride).code(code)
-    skipped = f" && r != {given.skip}" if given.skip >= 0 else ""
+    across = -(-given.width // columns)
     lines = [
-        *pointers(tensors, len(spec.inputs)),
-        f"__shared__ u32 words[{threads}];",
-        f"__shared__ float sums[{rows}][{threads}];",
         f"const u32 me = threadIdx.x, group = me / {columns}u;",
         f"const int first = (int)(blockIdx.x / {across}u) * {rows};",
-        f"const u32 column = blockIdx.x % {across}u * {columns}u + me % {columns}u;",
+        f"const u32 left = blockIdx.x % {across}u * {columns}u;",
+        f"const u32 column = left + me % {columns}u;",
         f"const bool there = column < {given.width}u;",
+        *summed_up(given, Names(spec, given), rows, columns, threads),
+    ]
+    return kernel(spec, given, lines, -(-given.rows // rows) * across, threads)
+
+
+def summed_up(given: Sum, names: Names, rows: int, columns: int, threads: int) -> list[str]:
+    """The lines by which a block sums up ``rows`` rows from the ``first``, in some columns from
+    the ``left`` on; thread ``me`` of a ``group`` that has them has one, which may be ``there``."""
+    groups, tile = threads // columns, threads * WORD
+    return [
+        f"__shared__ u32 words[{threads}];",
+        f"__shared__ float sums[{rows}][{threads}];",
         f"for (int r = 0; r < {rows}; ++r) sums[r][me] = 0.0f;",
         f"for (u32 base = 0; base < {given.count}u; base += {tile}u) {{",
         "  u32 word = 0u;",
-        f"  const u32 from = base + me * {WORD}u;",
         "  #pragma unroll 8",
         f"  for (u32 j = 0; j < {WORD}u; ++j) {{",
-        "    const u32 n = from + j;",
+        f"    const u32 n = base + j * {threads}u + me;",
         f"    if (n >= {given.count}u) break;",
-        f"    const i64 r = row_of({index}[{asked}]);",
-        f"    if (r >= first && r < first + {rows} && r < {given.rows}{skipped}) word |= 1u << j;",
+        f"    const i64 r = {names.row};",
+        f"    if (r >= first && r < first + {rows} && {names.counts}) word |= 1u << j;",
         "  }",
         "  __syncthreads();",
         "  words[me] = word;",
         "  __syncthreads();",
         f"  for (u32 w = group; w < {threads}u; w += {groups}u) {{",
-        f"    if (base + w * {WORD}u >= {given.count}u) break;",
+        f"    if (base + w >= {given.count}u) break;",
         "    const u32 named = words[w];",
         "    if (named == 0u || !there) continue;",
         f"    for (u32 j = 0; j < {WORD}u; j += {TOGETHER}u) {{",
@@ -174,9 +189,9 @@ def write(spec: GraphSpec, bins: Bins) -> Source:
         f"      for (u32 t = 0; t < {TOGETHER}u; ++t) {{",
         "        row[t] = -1;",
         "        if ((named >> (j + t) & 1u) == 0u) continue;",
-        f"        const u32 n = base + w * {WORD}u + j + t;",
-        f"        row[t] = (int)(row_of({index}[{asked}]) - first);",
-        f"        number[t] = get({values}[{added}]);",
+        f"        const u32 n = base + (j + t) * {threads}u + w;",
+        f"        row[t] = (int)({names.row} - first);",
+        f"        number[t] = {names.value};",
         "      }",
         "      #pragma unroll",
         f"      for (u32 t = 0; t < {TOGETHER}u; ++t)",
@@ -186,14 +201,19 @@ def write(spec: GraphSpec, bins: Bins) -> Source:
         "}",
         "__syncthreads();",
         f"for (u32 k = me; k < {rows * columns}u; k += {threads}u) {{",
-        f"  const u32 r = k / {columns}u, c = k % {columns}u;",
-        f"  const u32 to = blockIdx.x % {across}u * {columns}u + c;",
+        f"  const u32 r = k / {columns}u, c = k % {columns}u, to = left + c;",
         f"  if (first + (int)r >= {given.rows} || to >= {given.width}u) continue;",
         "  float sum = 0.0f;",
         f"  for (u32 g = 0; g < {groups}u; ++g) sum += sums[r][g * {columns}u + c];",
-        f"  put({table}[(u64)(first + (int)r) * {given.width}u + to], sum);",
+        f"  put({names.table}[(u64)(first + (int)r) * {given.width}u + to], sum);",
         "}",
     ]
+
+
+def kernel(spec: GraphSpec, given: Sum, lines: list[str], blocks: int, threads: int) -> Source:
+    """The kernel that has these lines."""
+    tensors = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
+    body = [*pointers(tensors, len(spec.inputs)), *lines]
     wrapped = f"D i64 row_of(i64 r) {{ return r < 0 ? r + {given.rows} : r; }}"
-    text = text_of(len(tensors), [function(NAME, threads, lines)], [wrapped])
-    return Source(text, -(-given.rows // rows) * across, threads)
+    text = text_of(len(tensors), [function(NAME, threads, body)], [wrapped])
+    return Source(text, blocks, threads)

@@ -21,6 +21,7 @@ from .base import REQUIRED, InferContext, Result, register
 from .checks import like_order
 from .meta import as_held, bind_arguments
 from .meta import infer as form_of
+from .row_sums import OVERLOAD as ROW_SUMS
 
 #: How many results of an op a graph can use, and how many each node has a place for.
 RESULTS = 16
@@ -29,7 +30,8 @@ _PLACES = 4
 #: Overloads that show the bits of a tensor as another dtype.
 OF_BITS = (torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype)
 
-#: Overloads that read or write a tensor at indices, and what their arguments for both are called.
+#: Overloads that read or write a tensor at indices, and what their arguments for both are called;
+#: in place of a tensor, how many rows it has.
 INDEXING: Mapping[str, tuple[str, str]] = {
     "aten.embedding.default": ("weight", "indices"),
     "aten.index_select.default": ("self", "index"),
@@ -38,6 +40,7 @@ INDEXING: Mapping[str, tuple[str, str]] = {
     "aten.scatter.src": ("self", "index"),
     "aten.scatter.value": ("self", "index"),
     "aten.scatter_add.default": ("self", "index"),
+    ROW_SUMS: ("rows", "index"),
 }
 
 
@@ -190,7 +193,8 @@ def indexed(node: Node, tensors: Mapping[str, TensorSpec]) -> dict[str, int]:
         return {}
     given = bind_arguments(overload(name), node.attr("args"), dict(node.attr("kwargs")))
     source, index = (given[each] for each in INDEXING[name])
-    shape = tensors[node.operands[source[1]]].shape
+    rows = isinstance(source, int)
+    shape = (source,) if rows else tensors[node.operands[source[1]]].shape
     found: dict[str, int] = {}
     many = index[1:] if index[:1] == ("list",) else [index]
     for dim, each in enumerate(many, start=given.get("dim", 0)):

@@ -36,6 +36,7 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import compile as compiler
 from cudnngraph.kernels import kernel, patterns
 from cudnngraph.kernels.tape import Refused
+from cudnngraph.ops.row_sums import OVERLOAD
 from cudnngraph.runtime.compile import compile as compile_spec
 from cudnngraph.select.inputs import random_inputs
 from cudnngraph.settings import override
@@ -207,6 +208,24 @@ def _gradients(n: int, c: int, size: int, k: int) -> Iterator[Row]:
         yield Row(f"depthwise {k}x{k} {name} gradient {n}x{c}", Declared(spec), eager, "depthwise")
 
 
+def _sums_by_row() -> Iterator[Row]:
+    for name, index, rest, rows in (
+        ("embedding gradient, a vocabulary", (8, 1024), (768,), 50304),
+        ("embedding gradient, a long batch", (64, 1024), (512,), 32000),
+        ("embedding gradient, places", (8, 1024), (768,), 1024),
+        ("gradient of a table of relative places", (49, 49), (12,), 169),
+    ):
+        g = cg.Graph("sum_rows")
+        given = [g.input("dy", (*index, *rest), F32), g.input("index", index, torch.int64)]
+        g.output("dw", g.aten(given, OVERLOAD, (("tensor", 0), ("tensor", 1), rows, -1)))
+
+        def eager(dy: Any, index: Any, rows: int = rows) -> Any:
+            return torch.ops.aten.embedding_dense_backward(dy, index, rows, -1, False)
+
+        size = f"{math.prod(index)}x{rest[0]} to {rows}"
+        yield Row(f"{name}, {size}", g, eager, "sums by row")
+
+
 class Declared:
     """A frozen graph, with the face of one that is declared."""
 
@@ -225,6 +244,7 @@ def rows() -> Iterator[Row]:
     yield from _memory()
     yield from _group_norms()
     yield from _depthwise()
+    yield from _sums_by_row()
 
 
 # -- measuring -------------------------------------------------------------------------------------

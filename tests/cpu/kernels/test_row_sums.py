@@ -14,9 +14,11 @@ import cudnngraph as cg
 from cudnngraph.errors import NotSupported
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import patterns, row_sums
+from cudnngraph.kernels.row_lists import Lists
 from cudnngraph.kernels.row_sums import Bins
 from cudnngraph.kernels.tape import Refused
 from cudnngraph.ops.row_sums import OVERLOAD
+from cudnngraph.select.inputs import random_inputs
 from tests import host_kernels, numerics
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -63,6 +65,7 @@ def check(spec: GraphSpec, index: torch.Tensor, rows: int, skip: int, choice: An
         ((1,), (1,), 1),
         ((70,), (2, 3), 1000),
         ((4, 300), (300,), 2),
+        ((90,), (70,), 3000),
     ],
 )
 def test_sums_by_row(
@@ -89,13 +92,57 @@ def test_negative_indices_count_from_the_end_and_a_row_may_be_left_out(of: torch
 
 
 def test_every_schedule_gives_the_same_sums() -> None:
-    for count, width, rows in ((500, 20, 37), (90, 600, 70)):
+    for count, width, rows in ((500, 20, 37), (90, 600, 70), (300, 40, 2000)):
         spec, index = table((count,), (width,), rows), torch.randint(rows, (count,))
         choices = patterns.choices(spec, 132)
         assert len(choices) > 2 and choices[0] == patterns.by_rule(spec, 132)
         for choice in choices:
             assert patterns.choice_of(patterns.schedule_of(choice)) == choice
             check(spec, index, rows, -1, choice)
+
+
+LISTS = [Lists(256, 16, 3, 128), Lists(4, 64, 1, 64), Lists(32, 32, 2, 256)]
+
+
+@pytest.mark.parametrize("by", LISTS, ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_blocks_of_many_rows_list_what_is_theirs(by: Lists, dtype: torch.dtype) -> None:
+    count, width, rows = 3000, 70, 700
+    spec, choice = table((count,), (width,), rows, skip=5, dtype=dtype), patterns.choice_of(by)
+    assert patterns.schedule_of(choice) == by
+    few = torch.cat([torch.full((700,), 3), torch.full((330,), 4)])
+    for index in (
+        torch.randint(rows, (count,)),
+        torch.full((count,), 699),  # more than a list holds: rows are summed up one by one
+        torch.cat([few[torch.randperm(1030)], torch.randint(690, 700, (count - 1030,))]),
+        torch.randint(-rows, 0, (count,)),
+        torch.full((count,), 5),  # none
+    ):
+        values = torch.randn(count, width).to(dtype)
+        exact = torch.ops.cudnngraph.sum_rows(values.double(), index % rows, rows, 5)
+        made = [torch.full((rows, width), float("nan"), dtype=dtype) for _ in range(2)]
+        for at, result in enumerate(made):
+            host_kernels.run(
+                patterns.source(spec, choice), [values, index, result], backwards=bool(at)
+            )
+        assert torch.equal(*made)
+        numerics.check(made[0], exact, dtype, terms=count)
+
+
+def test_kernels_are_timed_and_checked_with_indices_of_all_rows() -> None:
+    spec = table((4096,), (3,), 700, of=torch.int32)
+    _, index = random_inputs(spec, torch.device("cpu"))
+    assert index.min() >= 0 and 600 < int(index.max()) < 700
+    assert len(index.unique()) > 600
+
+
+def test_lists_are_for_tables_of_many_rows() -> None:
+    for count, width, rows in ((8192, 768, 50304), (65536, 512, 32000), (4096, 768, 30522)):
+        choice = patterns.by_rule(table((count,), (width,), rows), 132)
+        assert isinstance(patterns.schedule_of(choice), Lists)
+    for count, width, rows in ((2401, 3, 169), (4096, 768, 2)):
+        choice = patterns.by_rule(table((count,), (width,), rows), 132)
+        assert isinstance(patterns.schedule_of(choice), Bins)
 
 
 LAYOUTS = {
@@ -145,9 +192,16 @@ def test_what_has_no_such_kernel() -> None:
     turned = {**spec.tensors, name: replace(spec.tensors[name], stride=(1, 3))}
     with pytest.raises(Refused, match="does not lie in rows"):
         row_sums.region_of(replace(spec, tensors=turned))
-    for bins in (Bins(1, 3, 256), Bins(64, 4, 256), Bins(1, 4, 2048), Bins(1, 4, 40)):
+    bins = (Bins(1, 3, 256), Bins(64, 4, 256), Bins(1, 4, 2048), Bins(1, 4, 40))
+    lists = (
+        Lists(4, 3, 1, 128),
+        Lists(512, 32, 1, 128),
+        Lists(4, 32, 9, 128),
+        Lists(4, 8, 1, 1024),
+    )
+    for by in (*bins, *lists):
         with pytest.raises(NotSupported, match="columns by"):
-            patterns.source(spec, patterns.choice_of(bins))
+            patterns.source(spec, patterns.choice_of(by))
 
 
 class Biased(nn.Module):
