@@ -2,11 +2,12 @@
 
     python docs/results/h200_search.py --out docs/results/h200-search.md
 
-Models of the zoo by name ("*" for all), with random weights, one process each, and without the
-choices that ship. The heuristic's form comes first, with an empty cache. Calls are CUDA graph
-replays, in turns. The tuned plans go into ``--cache``, which ``cudnngraph plans export --seeds
-FOLDER --steps-only`` makes seeds of; without it each model has an empty one. With ``--jobs`` some
-are tuned side by side, so that searches take longer; while one is timed no other tunes.
+Models of the zoo and of ``outsiders.py`` by patterns, with random weights, one process each, and
+without the choices that ship. The heuristic's form comes first, with an empty cache. Calls are CUDA
+graph replays, in turns. The tuned plans go into ``--cache``, which ``cudnngraph plans export
+--seeds FOLDER --steps-only`` makes seeds of; without it each model has an empty one. With
+``--jobs`` some are tuned side by side, so that searches take longer; while one is timed no other
+tunes.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from typing import Any
 
 import torch
 from h200_masks import write
+from outsiders import entry_of, names_of
 
 from cudnngraph import Policy, fuse
-from cudnngraph.bench.zoo import one, registry
+from cudnngraph.bench.zoo import one
 from cudnngraph.cache import lookup
 from cudnngraph.runtime.process import cache_clear
 from cudnngraph.settings import override
@@ -55,8 +57,7 @@ def us(call: Callable[[], object]) -> float:
 
 def measure(name: str, cache: Path) -> Found:
     """A model by heuristics and tuned: seconds to the first result, and microseconds of a call."""
-    (entry,) = (each for each in registry.entries() if each.name == name)
-    model, inputs, _ = one._made(entry, False, torch.device("cuda", 0))
+    model, inputs, _ = one._made(entry_of(name), False, torch.device("cuda", 0))
     found: Found = {"model": name}
     calls: dict[str, Callable[[], object]] = {}
     for tune in ("heuristic", "autotune"):
@@ -130,9 +131,7 @@ def main() -> None:
         "|" + "---|" * 6,
     ]
     logs = []
-    names = args.models.split(";")
-    if names == ["*"]:
-        names = [entry.name for entry in registry.entries()]
+    names = names_of(args.models)
     pool = ThreadPoolExecutor(args.jobs)
     for found in pool.map(found_of, names):
         name = found["model"]

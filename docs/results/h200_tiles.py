@@ -100,6 +100,7 @@ CHANNELS: tuple[int, ...] = (
 )
 CHANNELS += (512, 576, 672, 768, 960, 1024, 1280, 1536)
 SIDES = (7, 8, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+PATIENCE_S = 15.0  # for what has begun when the time is over
 ACTS = ("", "gelu", "silu", "gelu_tanh", "add")
 PLAIN_ACTS = ("bare", "", "relu", "add relu")
 
@@ -245,8 +246,13 @@ def main() -> None:
             part = [*words, "--part", f"{place}/{args.jobs}"]
             started.append((subprocess.Popen(part, stdout=out), out))
         rows: list[Case] = []
+        end = time.monotonic() + args.seconds + PATIENCE_S
         for process, out in started:
-            process.wait()
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:  # what it has measured is there
+                process.kill()
+                process.wait()
             out.seek(0)
             rows += [json.loads(line) for line in out if line.endswith("}\n")]
     head = {"gpu": torch.cuda.get_device_name(), "cudnn": env.cudnn_version()}

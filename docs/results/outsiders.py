@@ -8,11 +8,13 @@ weights.
 
 from __future__ import annotations
 
+import fnmatch
 from typing import Any
 
 import torch
 from torch import nn
 
+from cudnngraph.bench.zoo import registry
 from cudnngraph.bench.zoo.entries import Entry, Input, Size, configured, tokens
 
 BATCH = 32
@@ -133,3 +135,23 @@ OTHERS = (
     ),
 )
 OUTSIDERS = IMAGES + OTHERS
+
+#: What is asked for by name, and is no model of the zoo.
+NAMED = (_entry("resnet50", 224),)
+
+
+def every() -> tuple[Entry, ...]:
+    """The zoo's models, those of this file, and what is asked for by name."""
+    return (*registry.entries(), *OUTSIDERS, *NAMED)
+
+
+def entry_of(name: str) -> Entry:
+    """One of them."""
+    return next(entry for entry in every() if entry.name == name)
+
+
+def names_of(patterns: str) -> list[str]:
+    """Those whose names match one of the patterns, between which are semicolons."""
+    names = [entry.name for entry in every()]
+    found = [name for each in patterns.split(";") for name in names if fnmatch.fnmatch(name, each)]
+    return list(dict.fromkeys(found))

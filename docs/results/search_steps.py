@@ -11,7 +11,6 @@ Both searches and heuristics go without the choices that ship.
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import json
 import os
 import subprocess
@@ -24,12 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import h200_search
-from outsiders import OUTSIDERS
+from outsiders import names_of
 
 from cudnngraph.backend.plan import KERNEL, Choice
 from cudnngraph.backend.tiles import work_of
-from cudnngraph.bench.zoo import registry
-from cudnngraph.bench.zoo.entries import Entry
 from cudnngraph.ir import wire
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.key import step_digest
@@ -154,12 +151,6 @@ def _computing(spec: GraphSpec) -> list[Node]:
 
 def measure(name: str, folder: Path) -> Row:
     """Tune a model, and write what was noted into ``folder``."""
-    every = (*registry.entries(), *OUTSIDERS)
-
-    def listed(registry: str = registry.DEFAULT) -> tuple[Entry, ...]:
-        return every
-
-    registry.entries = listed
     noted = noting()
     found = h200_search.measure(name, Path(os.environ["CUDNNGRAPH_CACHE_DIR"]))
     data = {"tiles": list(tile_rows(name, noted)), "epilogues": list(epilogue_rows(name, noted))}
@@ -183,9 +174,7 @@ def main() -> None:
         return
     args.json.mkdir(parents=True, exist_ok=True)
     cache = args.cache or Path(tempfile.mkdtemp())
-    names = [entry.name for entry in (*registry.entries(), *OUTSIDERS)]
-    patterns = args.models.split(";")
-    chosen = [name for each in patterns for name in names if fnmatch.fnmatch(name, each)]
+    chosen = names_of(args.models)
     place = os.environ | {"CUDNNGRAPH_CACHE_DIR": str(cache), "CUDNNGRAPH_SEEDS": "0"}
 
     def found_of(name: str) -> str:

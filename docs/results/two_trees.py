@@ -12,7 +12,6 @@ the choices that ship.
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import json
 import math
 import os
@@ -33,13 +32,12 @@ def one(name: str) -> None:
     """Build a model, then time it as often as a line comes in."""
     import torch
     from h200_search import SERVED, us
-    from outsiders import OUTSIDERS
+    from outsiders import entry_of
 
     from cudnngraph import Policy, fuse
     from cudnngraph.bench.zoo import one as made
-    from cudnngraph.bench.zoo import registry
 
-    entry = next(each for each in (*registry.entries(), *OUTSIDERS) if each.name == name)
+    entry = entry_of(name)
     model, inputs, _ = made._made(entry, False, torch.device("cuda", 0))
     start = time.perf_counter()
     with torch.no_grad():
@@ -98,17 +96,6 @@ class Way:
         self._process.wait()
 
 
-def names_of(patterns: str) -> list[str]:
-    """The models whose names match."""
-    from outsiders import OUTSIDERS
-
-    from cudnngraph.bench.zoo import registry
-
-    names = [entry.name for entry in (*registry.entries(), *OUTSIDERS)]
-    found = [name for each in patterns.split(";") for name in names if fnmatch.fnmatch(name, each)]
-    return list(dict.fromkeys(found))
-
-
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser()
@@ -123,6 +110,8 @@ def main() -> None:
     if args.one:
         one(args.one)
         return
+    from outsiders import names_of
+
     end, names = time.monotonic() + args.seconds, names_of(args.models)
     rows: list[Found] = []
     print("| model | before, us | after, us | ratio |\n|---|---|---|---|")
