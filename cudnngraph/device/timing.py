@@ -4,8 +4,8 @@ Each contender is captured in a CUDA graph of several launches, so that the host
 the numbers. The graphs are replayed in turn, so that what drifts (clocks, neighbours) drifts for
 all; a contender that is clearly slower drops out early. The result is the median.
 
-A replay begins some 10 us after the host asked for it. Each sample therefore stands behind a replay
-that does not count: the GPU has work until the one that counts has arrived.
+A replay begins some 10 us after the host asked for it. Each sample therefore stands behind a wait
+of the GPU (:data:`LEAD_CYCLES`) that does not count: by its end the replay has arrived.
 
 Large products draw more power than the GPU may, and within some 100 ms of work its clocks give way,
 for some kernels more than for others: one H200 ran two of them at 1.36 and 1.20 ms from rest, and
@@ -28,7 +28,7 @@ Sample = Callable[[], float]
 
 MAX_LAUNCHES = 20
 REPLAY_US = 400.0  # about how long one replay is to take
-LEAD_US = 4000.0  # a replay that takes as long needs none in front of it
+LEAD_CYCLES = 100_000  # of the GPU, 50 to 80 us
 TRIES = 3  # of a launch, to know how long one takes: the first of a process takes much longer
 ROUNDS = 9
 DROP_OVER = 1.25  # times the fastest: out after the second round
@@ -117,8 +117,7 @@ class Captured:
     def __call__(self) -> float:
         """Microseconds of one launch, over one replay."""
         with torch.cuda.stream(self._stream):
-            if self.launch_us * self.count < LEAD_US:
-                self._replay()
+            torch.cuda._sleep(LEAD_CYCLES)  # type: ignore[no-untyped-call]
             return self._elapsed_us(self._replay) / self.count
 
     def sustained(self) -> float:
