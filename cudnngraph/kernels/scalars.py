@@ -180,6 +180,17 @@ D void put(e5m2& to, float x) {  // the one of both that has infinities
 FUNCTIONS = r"""
 D u32 lesser(u32 a, u32 b) { return a < b ? a : b; }
 D u32 greater(u32 a, u32 b) { return a > b ? a : b; }
+// One over the root of x, nearer to it than y, which is within a few units of its last place.
+D float nearer_root(float x, float y) {
+  float high = x * y, low = fmaf(x, y, -high);
+  float z = fmaf(0.5f * y, fmaf(-low, y, fmaf(-high, y, 1.0f)), y);
+  return z - z == 0.0f ? z : y;
+}
+#ifdef ROUNDED
+D float inverse_root(float x) { return rsqrtf(x); }
+#else
+D float inverse_root(float x) { return nearer_root(x, rsqrtf(x)); }
+#endif
 D float sigmoid(float x) { return inverse(1.0f + power(-x)); }
 D float silu(float x) { return x * sigmoid(x); }
 D float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); }

@@ -13,7 +13,7 @@ from .pointwise import Operands
 
 
 def _inverse(variance: Value, eps: float) -> Value:
-    return mapped(lambda v: f"rsqrtf({v} + {number(eps)})", variance)
+    return mapped(lambda v: f"inverse_root({v} + {number(eps)})", variance)
 
 
 def _normal(x: Value, dims: Sequence[int], eps: float) -> tuple[Value, Value, Value]:

@@ -9,7 +9,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.kernels.rows import Schedule
-from cudnngraph.kernels.scalars import PRELUDE
+from cudnngraph.kernels.scalars import FUNCTIONS, PRELUDE
 from cudnngraph.kernels.source import Source
 from cudnngraph.kernels.write import write
 from cudnngraph.ops.quantize import saturated
@@ -44,6 +44,35 @@ def test_threads_that_do_not_wait_for_each_other_are_told() -> None:
     for apart in ("if (threadIdx.x < 32) __syncthreads();", "if (x[0] < threadIdx.x) return;"):
         with pytest.raises(AssertionError, match="meet at different points"):
             host_kernels.run(added_up(f"{apart} __syncthreads();"), [x, one])
+
+
+ROOTS = """
+struct Args { void* p[3]; };
+extern "C" __global__ void cudnngraph_kernel(const __grid_constant__ Args a) {
+  u32 at = threadIdx.x;
+  ((float*)a.p[2])[at] = nearer_root(((const float*)a.p[0])[at], ((const float*)a.p[1])[at]);
+}
+"""
+
+
+def test_roots_of_norms_are_right_to_the_last_place() -> None:
+    """Of a GPU's ``rsqrtf``, which may be two units off."""
+    x = torch.cat([torch.rand(500) * 4, torch.rand(500) * 1e-20, torch.rand(24) * 1e30])
+    exact = x.double().rsqrt()
+    near = exact.float()
+    for away in (0.0, math.inf):
+        off = near
+        for _ in range(2):
+            off = torch.nextafter(off, torch.full_like(off, away))
+        found = torch.empty(1024)
+        host_kernels.run(Source(PRELUDE + FUNCTIONS + ROOTS, 1, 1024), [x, off, found])
+        unit = torch.nextafter(near, torch.full_like(near, math.inf)).double() - near.double()
+        assert float(((off.double() - exact).abs() / unit).max()) > 1.5
+        assert float(((found.double() - exact).abs() / unit).max()) < 0.51
+    edges = torch.tensor([0.0, -0.0, math.inf, math.nan, -1.0, 1e-42])
+    found, by = torch.empty(6), edges.rsqrt()
+    host_kernels.run(Source(PRELUDE + FUNCTIONS + ROOTS, 1, 6), [edges, by, found])
+    assert torch.equal(found.nan_to_num(7.0), by.nan_to_num(7.0))
 
 
 def test_a_vector_at_an_odd_place_is_told() -> None:
