@@ -52,6 +52,7 @@ class Candidate:
 
 #: Why a plan stands before cuDNN's first one.
 PREDICTED = "its tile is predicted to take {:.2f} of the time of cuDNN's first"
+NEWER = "cuDNN's first is of an engine for older GPUs, which was slower for all such gradients"
 UNRANKED = -1  #: the index of a candidate that another graph's choice names
 UNCHECKED = "its check fails: "  #: how the reason starts where that is no fault of the plan
 
@@ -139,12 +140,16 @@ def fastest_tile_first(
     candidates: Sequence[Candidate], spec: GraphSpec, capability: int, sms: int
 ) -> list[Candidate]:
     """The ranking for ``spec`` on GPUs of ``capability`` (90 for 9.0) with ``sms`` multiprocessors,
-    that plan first which :mod:`~cudnngraph.backend.tiles` predicts to take less than cuDNN's first.
+    that plan first which :mod:`~cudnngraph.backend.tiles` predicts to take less than cuDNN's first,
+    or, of a gradient of a weight, the first one of the newest engine.
     """
     model = tiles.model_for(env.cudnn_version(), capability)
-    work = None if model is None else tiles.work_of(spec)
-    if model is None or work is None:
+    if model is None:
         return list(candidates)
+    work = tiles.work_of(spec)
+    if work is None:
+        newest = model.weight_gradients if tiles.is_weight_gradient(spec) else None
+        return _engine_first(candidates, newest)
     choices = [each.choice for each in candidates]
     us = [model.us(work, choice, sms) for choice in choices]
     least = min((each for each in us if each), default=0.0)
@@ -158,6 +163,16 @@ def fastest_tile_first(
     place, share = better
     first = replace(told[place], why=PREDICTED.format(share))
     return [first, *told[:place], *told[place + 1 :]]
+
+
+def _engine_first(candidates: Sequence[Candidate], engine: int | None) -> list[Candidate]:
+    """The ranking with the first plan of an engine in front of all others."""
+    places = (at for at, each in enumerate(candidates) if each.choice.engine == engine)
+    place = next(places, 0)
+    if not place:
+        return list(candidates)
+    first = replace(candidates[place], why=NEWER)
+    return [first, *candidates[:place], *candidates[place + 1 :]]
 
 
 def _unranked(graph: Any, ranked: set[int], frontend: Any) -> dict[Choice, Candidate]:

@@ -107,6 +107,17 @@ def work_of(spec: GraphSpec) -> Work | None:
     )
 
 
+def is_weight_gradient(spec: GraphSpec) -> bool:
+    """Whether a step is the gradient of a 16-bit convolution's weight alone, of a window that moves
+    one element at a time."""
+    node, *others = (node for node in spec.nodes if node.op != "constant")
+    if others or node.op != "conv_wgrad" or node.attr("groups") > 1:
+        return False
+    ones = {*node.attr("stride"), *node.attr("dilation")} == {1}
+    read = (spec.tensors[name].dtype for name in node.operands)
+    return ones and max(node.attr("kernel")) > 1 and all(each in LOW_PRECISION for each in read)
+
+
 def _whole(spec: GraphSpec, nodes: Sequence[Node], elements: int) -> set[str]:
     """The operands of nodes that have as many elements as the result."""
     operands = {name for node in nodes for name in node.operands}
@@ -149,6 +160,9 @@ class Model:
         tiles: by engine and knobs.
         largest_error: of a tile that may be taken in place of cuDNN's first.
         gain: a tile is taken if it is predicted to take at most so much of the first one's time.
+        weight_gradients: the engine of this capability for gradients of weights with windows, whose
+            plans were faster wherever cuDNN ranks those of older engines first; None if none is
+            known.
     """
 
     cudnn: int
@@ -156,6 +170,7 @@ class Model:
     tiles: Mapping[Choice, Tile]
     largest_error: float
     gain: float
+    weight_gradients: int | None = None
 
     def us(self, work: Work, choice: Choice, sms: int) -> float | None:
         """The microseconds that a plan is predicted to take, None if its tile is not known."""
@@ -196,7 +211,8 @@ def model_of(data: Mapping[str, Any]) -> Model:
         shape, cluster, us, error = rest
         choice = Choice(engine, tuple((name, value) for name, value in knobs))
         tiles[choice] = Tile(tuple(shape), tuple(cluster), tuple(us), error)
-    return Model(data["cudnn"], data["capability"], tiles, data["largest_error"], data["gain"])
+    named = (data[name] for name in ("largest_error", "gain", "weight_gradients"))
+    return Model(data["cudnn"], data["capability"], tiles, *named)
 
 
 def model_for(cudnn: int, capability: int) -> Model | None:

@@ -32,6 +32,7 @@ Times = dict[Choice, float]
 LEAST_SIZES = 8  # of a tile that is fitted
 LARGEST_ERROR = 0.13  # of a tile that is taken in place of another
 GAIN = 0.95
+WEIGHT_GRADIENTS = 65  # by h200-plain-tiles.json: h200-tiles.md
 PARTS = 6
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 #: The shapes of tiles by the names of their kernels (9.19); engine 4 is of compute capability 9.0,
@@ -184,6 +185,7 @@ def main() -> None:
         lines = ",\n".join("  " + json.dumps(each) for each in listed)
         told = {"gpu": head["gpu"], "cudnn": head["cudnn"], "capability": head["capability"]}
         told |= {"largest_error": LARGEST_ERROR, "gain": GAIN}
+        told |= {"weight_gradients": WEIGHT_GRADIENTS}
         text = json.dumps(told)[:-1] + f', "tiles": [\n{lines}\n]}}\n'
         (Path(tiles.__file__).parent / "tiles.json").write_text(text)
 

@@ -25,6 +25,7 @@ from tests.fakes import FakePlan
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 TIMES = Path(__file__).parents[3] / "docs/results/h200-tiles.json"
+PLAIN_TIMES = TIMES.with_name("h200-plain-tiles.json")
 V919, H200, SMS = 91900, 90, 132
 
 
@@ -130,7 +131,7 @@ def model(**changed: Any) -> Model:
     known = {choice(1): tile(10.0), choice(2): tile(8.0), choice(3): tile(5.0, error=0.2)}
     known[choice(4)] = tile(9.7)
     given: dict[str, Any] = {"cudnn": V919, "capability": H200, "tiles": known}
-    return Model(**{**given, "largest_error": 0.1, "gain": 0.95, **changed})
+    return Model(**{**given, "largest_error": 0.1, "gain": 0.95, "weight_gradients": 65, **changed})
 
 
 WORK = Work(1000, 200, 100, 1, 0, 0, 0, 0.5)
@@ -193,6 +194,50 @@ def test_a_ranking_stays_where_nothing_is_known(
     assert fastest_tile_first(before, product("row"), 80, SMS) == before
     monkeypatch.setattr(env, "cudnn_version", lambda: 92400)
     assert fastest_tile_first(before, product("row"), H200, SMS) == before
+
+
+def gradient(kernel: int = 3, dtype: torch.dtype = F16, **attrs: Any) -> cg.GraphSpec:
+    g = cg.Graph("gradient")
+    side = 8 // attrs.get("stride", 1)
+    dy = g.input("dy", (2, 16, side, side), dtype, layout="channels_last")
+    x = g.input("x", (2, 32, 8, 8), dtype, layout="channels_last")
+    g.output("dw", g.conv_wgrad(dy, x, kernel=kernel, padding=kernel // 2, **attrs))
+    return g.spec()
+
+
+OLD, NEW = Choice(39, (("STAGES", 0),)), Choice(65, (("TILE_SIZE", 1),))
+OTHER = Choice(65, (("TILE_SIZE", 5),))
+
+
+def test_gradients_of_weights_take_the_newest_engine_first(modelled: None) -> None:
+    before = ranked(OLD, NEW, OTHER)
+    after = fastest_tile_first(before, gradient(), H200, SMS)
+    assert [each.index for each in after] == [1, 0, 2]
+    assert [each.why for each in after] == [candidates.NEWER, "", ""]
+    for known in (ranked(NEW, OLD), ranked(OLD)):
+        assert fastest_tile_first(known, gradient(), H200, SMS) == known
+
+
+@pytest.mark.parametrize(
+    "other", [{"kernel": 1}, {"dtype": F32}, {"stride": 2}, {"groups": 2}], ids=str
+)
+def test_gradients_that_were_not_measured_stay(modelled: None, other: dict[str, Any]) -> None:
+    before = ranked(OLD, NEW)
+    assert fastest_tile_first(before, gradient(**other), H200, SMS) == before
+    assert fastest_tile_first(before, gradient(), 100, SMS) == before
+
+
+def test_engines_of_older_gpus_took_twice_as_long_for_gradients_of_weights() -> None:
+    """What the rule follows from: the first plan of engine 65 beside what cuDNN has first."""
+    shares = []
+    for row in json.loads(PLAIN_TIMES.read_text())["rows"]:
+        if row["case"]["op"] != "weight" or row["case"]["kind"] != "3x3":
+            continue
+        engines = [engine for engine, _, _ in row["times"]]
+        if engines[0] != model().weight_gradients:
+            newest = row["times"][engines.index(model().weight_gradients)][2]
+            shares.append(newest / row["times"][0][2])
+    assert len(shares) == 3 and max(shares) < 0.48
 
 
 def test_an_explanation_says_what_was_predicted() -> None:
