@@ -277,6 +277,11 @@ def free(name: str, taken: set[str]) -> str:
     return name
 
 
+def taken_names(spec: GraphSpec) -> set[str]:
+    """Return the names of a graph's tensors and nodes, for :func:`free`."""
+    return {*spec.tensors, *(node.name for node in spec.nodes)}
+
+
 def canonical_order(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
     """The nodes that the outputs depend on, operands before users, by a walk from the outputs."""
     producer = {name: node for node in nodes for name in node.results}

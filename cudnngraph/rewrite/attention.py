@@ -21,7 +21,9 @@ from ..ir.spec import (
     aligned,
     contiguous_strides,
     dense_strides,
+    free,
     memory_order,
+    taken_names,
 )
 from ..ops.base import LOW_PRECISION
 from ..ops.table import by_port, by_result, tensor_at
@@ -99,6 +101,7 @@ class _Made:
     def __init__(self, graph: CutGraph) -> None:
         self._graph = graph
         self._outputs = frozenset(graph.spec.outputs)
+        self._taken = taken_names(graph.spec)
         self.tensors = dict(graph.spec.tensors)
         self.nodes: list[Node] = []
 
@@ -106,6 +109,7 @@ class _Made:
         self, op: str, name: str, inputs: Sequence[str], shape: Sequence[int], **attrs: object
     ) -> str:
         """A node whose result lies as its first operand does, if that has its rank."""
+        name = free(name, self._taken)
         first = self.tensors[inputs[0]]
         stride = dense_strides(shape, memory_order(first.shape, first.stride))
         self.tensors[name] = TensorSpec(name, tuple(shape), stride, torch.float32)
@@ -122,7 +126,7 @@ class _Made:
         scale = node.attr("scale")
         *batch, rows, _ = self.tensors[q].shape
         *_, keys, width = self.tensors[k].shape
-        number = f"{result}_scale"
+        number = free(f"{result}_scale", self._taken)
 
         def scaled(x: str) -> str:
             if scale == 1.0:
@@ -144,6 +148,7 @@ class _Made:
             self.tensors[result] = replace(form, stride=contiguous_strides(form.shape))
 
     def _matmul(self, name: str, x: str, y: str, shape: tuple[int, ...]) -> str:
+        name = free(name, self._taken)
         self.tensors[name] = TensorSpec(name, shape, contiguous_strides(shape), torch.float32)
         self.nodes.append(Node("matmul", name, (x, y), (name,)))
         return name
@@ -171,6 +176,7 @@ class _Made:
         x = self.tensors[name]
         if is_in_rows(x):
             return name
+        label = free(label, self._taken)
         more = aligned(x.shape[-1]) - x.shape[-1]
         self.tensors[label] = _laid(x, label, x.shape[-1] + more)
         if not more:
@@ -188,13 +194,13 @@ class _Made:
         if width == form.shape[-1] and name not in self._outputs:
             self.tensors[name] = _laid(form, name, width)
             return name
-        label = f"{name}_rows"
+        label = free(f"{name}_rows", self._taken)
         self.tensors[label] = _laid(form, label, width)
         if width == form.shape[-1]:
-            behind.append(Node("identity", name, (label,), (name,)))
+            behind.append(Node("identity", free(f"{name}_part", self._taken), (label,), (name,)))
             return label
         part = (("dim", 3), ("start", 0), ("step", 1), ("stop", form.shape[-1]))
-        behind.append(Node("slice", f"{name}_part", (label,), (name,), part))
+        behind.append(Node("slice", free(f"{name}_part", self._taken), (label,), (name,), part))
         return label
 
 

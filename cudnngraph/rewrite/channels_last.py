@@ -10,7 +10,9 @@ from ..ir.spec import (
     Node,
     TensorSpec,
     channels_last_strides,
+    free,
     is_channels_last,
+    taken_names,
 )
 from ..ops.table import OPS
 from ..partition.analysis import is_anchor
@@ -39,7 +41,7 @@ def channels_last(spec: GraphSpec, images: Collection[str] | None = None) -> Gra
     def last(tensor: TensorSpec) -> TensorSpec:
         return replace(tensor, stride=channels_last_strides(tensor.shape))
 
-    tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    tensors, nodes, taken = dict(spec.tensors), list(spec.nodes), taken_names(spec)
     renamed: dict[str, str] = {}
     copies: list[Node] = []
     for name, tensor in spec.tensors.items():
@@ -50,11 +52,11 @@ def channels_last(spec: GraphSpec, images: Collection[str] | None = None) -> Gra
         if name not in spec.inputs and name not in spec.outputs:
             tensors[name] = last(tensor)
             continue
-        other = f"{name}_last"
+        other = free(f"{name}_last", taken)
         tensors[other] = replace(last(tensor), name=other)
         renamed[name] = other
         source, target = (name, other) if name in spec.inputs else (other, name)
-        copies.append(Node("identity", f"{name}_copy", (source,), (target,)))
+        copies.append(Node("identity", free(f"{name}_copy", taken), (source,), (target,)))
     if not copies:
         return spec
 

@@ -10,7 +10,16 @@ from dataclasses import replace
 from math import prod
 
 from ..device.rules import rules
-from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, TensorSpec, is_channels_last, view_strides
+from ..ir.spec import (
+    ALIGNMENT_BYTES,
+    GraphSpec,
+    Node,
+    TensorSpec,
+    free,
+    is_channels_last,
+    taken_names,
+    view_strides,
+)
 from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
 from ..ops.views import order_of
@@ -69,7 +78,8 @@ def _before_views(graph: CutGraph, node: Node) -> CutGraph:
         else:
             strides.append(tuple(given[order.index(dim)] for dim in range(len(order))))
     label, dtype = node.results[0], tensors[node.results[0]].dtype
-    names = [label, *(f"{label}_early{at}" for at in range(len(first)))]
+    taken = taken_names(graph.spec)
+    names = [label, *(free(f"{label}_early{at}", taken) for at in range(len(first)))]
     made = {
         name: TensorSpec(name, shape, stride, dtype)
         for name, shape, stride in zip(names[1:], shapes[1:], strides[1:], strict=True)
@@ -81,7 +91,7 @@ def _before_views(graph: CutGraph, node: Node) -> CutGraph:
     shows = []
     for at, view in reversed(list(enumerate(first))):
         seen_as = view.attrs if view.op != "reshape" else (("shape", shapes[at]),)
-        named = replace(view, name=f"{node.name}_view{at}", attrs=seen_as)
+        named = replace(view, name=free(f"{node.name}_view{at}", taken), attrs=seen_as)
         shows.append(replace(named, inputs=(names[at + 1],), outputs=(names[at],)))
     gone = {view.name for chain, _ in chains for view in chain}
     unread = {name for chain, _ in chains for view in chain for name in view.results}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..device.rules import rules
-from ..ir.spec import GraphSpec, Node, channels_last_strides, is_dense
+from ..ir.spec import GraphSpec, Node, channels_last_strides, free, is_dense, taken_names
 from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
 from ..partition.analysis import CutGraph
@@ -20,7 +20,7 @@ def dense_slices(spec: GraphSpec) -> GraphSpec:
     slices = [node for node in spec.nodes if node.op == "slice" and _is_apart(spec, node)]
     if not slices:
         return spec
-    graph, tensors = CutGraph(spec), dict(spec.tensors)
+    graph, tensors, taken = CutGraph(spec), dict(spec.tensors), taken_names(spec)
     copied: dict[str, str] = {}  # of slices that convolutions read, their copies
     copies: dict[str, Node] = {}  # by the node of the slice
     for node in slices:
@@ -31,7 +31,7 @@ def dense_slices(spec: GraphSpec) -> GraphSpec:
             continue
         if rules().convolution_slices_in_place:
             return spec
-        made = f"{name}_dense"
+        made = free(f"{name}_dense", taken)
         tensors[made] = replace(
             tensors[name], name=made, stride=channels_last_strides(tensors[name].shape)
         )

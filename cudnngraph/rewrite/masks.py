@@ -15,7 +15,9 @@ from ..ir.spec import (
     TensorSpec,
     aligned_rows,
     contiguous_strides,
+    free,
     odd_rows,
+    taken_names,
 )
 from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS, by_port
@@ -26,6 +28,7 @@ def bool_masks_to_additive(spec: GraphSpec) -> GraphSpec:
     """The graph with numbers in attention where a boolean mask stood, for 16-bit data: 0 or -inf
     added to the scores, and for dropout 1 or 0."""
     graph, tensors, nodes = CutGraph(spec), dict(spec.tensors), list(spec.nodes)
+    taken = taken_names(spec)
     numbers_of: dict[tuple[Any, ...], str] = {}  # attentions share masks
     for place, node in enumerate(spec.nodes):
         if not OPS[node.op].has("attention"):
@@ -46,15 +49,15 @@ def bool_masks_to_additive(spec: GraphSpec) -> GraphSpec:
             known = numbers_of.get((name, port, data, stride))
             if known is None:
                 label = f"{node.results[0]}_{'mask' if port == 'attn_mask' else port}"
-                known = f"{label}_numbers"
-                names = (f"{label}_keep", f"{label}_drop")
+                known = free(f"{label}_numbers", taken)
+                names = tuple(free(f"{label}_{part}", taken) for part in ("keep", "drop"))
                 tensors |= {each: TensorSpec(each, (), (), torch.float32) for each in names}
                 tensors[known] = TensorSpec(known, shape, stride, data)
                 nodes += [
                     Node("constant", each, (), (each,), (("value", number),))
                     for each, number in zip(names, numbers, strict=True)
                 ]
-                nodes.append(Node("where", label, (name, *names), (known,)))
+                nodes.append(Node("where", free(label, taken), (name, *names), (known,)))
                 numbers_of[name, port, data, stride] = known
             names_of[port] = known
         nodes[place] = replace(node, inputs=tuple(names_of.values()))
@@ -72,7 +75,7 @@ def align_masks(spec: GraphSpec) -> GraphSpec:
     would take as long as it saves. :attr:`DeviceRules.mask_copy_min_scores` says when it pays.
     """
     graph, tensors, nodes = CutGraph(spec), dict(spec.tensors), list(spec.nodes)
-    copies: dict[str, str] = {}
+    taken, copies = taken_names(spec), dict[str, str]()
     for place, node in enumerate(spec.nodes):
         if not OPS[node.op].has("attention") or OPS[node.op].has("attention_gradient"):
             continue
@@ -88,7 +91,7 @@ def align_masks(spec: GraphSpec) -> GraphSpec:
         if scores < rules().mask_copy_min_scores:
             continue
         if name not in copies:
-            copy = copies[name] = f"{node.results[0]}_mask_aligned"
+            copy = copies[name] = free(f"{node.results[0]}_mask_aligned", taken)
             tensors[copy] = replace(mask, name=copy, stride=aligned_rows(mask.shape))
             nodes.append(Node("identity", copy, (name,), (copy,)))
         names_of["attn_mask"] = copies[name]

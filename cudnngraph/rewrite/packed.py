@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from ..device.rules import rules
-from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, TensorSpec, round_up, same_layout
+from ..ir.spec import (
+    ALIGNMENT_BYTES,
+    GraphSpec,
+    Node,
+    TensorSpec,
+    free,
+    round_up,
+    same_layout,
+    taken_names,
+)
 from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS, by_port, by_result
 from ..partition.analysis import CutGraph
@@ -74,6 +83,7 @@ def match_gradient_strides(spec: GraphSpec) -> GraphSpec:
     strides of dq, dk and dv, and do in those of o: copied where they have others, as slices of one
     buffer have. cuDNN 9.19 reads a misaligned address there, which ends the process (an H200)."""
     graph, tensors, nodes = CutGraph(spec), dict(spec.tensors), list(spec.nodes)
+    taken = taken_names(spec)
     for place, node in enumerate(spec.nodes):
         if node.op != "sdpa_varlen_backward":
             continue
@@ -82,7 +92,7 @@ def match_gradient_strides(spec: GraphSpec) -> GraphSpec:
             own, want = (graph.crossing(str(names[each])) for each in (port, other))
             if own.dtype not in LOW_PRECISION or same_layout(own.shape, own.stride, want.stride):
                 continue
-            made = f"{node.results[0]}_{port}_alike"
+            made = free(f"{node.results[0]}_{port}_alike", taken)
             tensors[made] = replace(own, name=made, stride=want.stride)
             nodes.append(Node("identity", made, (own.name,), (made,)))
             names[port] = made
@@ -99,7 +109,7 @@ def insert_ragged_offsets(spec: GraphSpec) -> GraphSpec:
     every tensor, as cuDNN wants it: computed in a step before, once for a forward and a gradient
     of the same strides."""
     graph, tensors, nodes = CutGraph(spec), dict(spec.tensors), list(spec.nodes)
-    made: dict[tuple[Any, ...], str] = {}
+    taken, made = taken_names(spec), dict[tuple[Any, ...], str]()
     for place, node in enumerate(spec.nodes):
         if not OPS[node.op].has("packed") or prefers_flash(node, tensors):
             continue
@@ -111,7 +121,7 @@ def insert_ragged_offsets(spec: GraphSpec) -> GraphSpec:
         widths = token_strides(node, tensors)
         key = (ends, widths)
         if key not in made:
-            made[key] = name = f"{node.results[0]}_offsets"
+            made[key] = name = free(f"{node.results[0]}_offsets", taken)
             rows, count = 2 + len(widths[0]) + len(widths[1]), tensors[ends[0]].shape[0]
             stride = (round_up(count, ALIGNMENT_BYTES // torch.int32.itemsize), 1)
             tensors[name] = TensorSpec(name, (rows, count), stride, torch.int32)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ..ir.spec import GraphSpec, Node, free
+from ..ir.spec import GraphSpec, Node, free, taken_names
 from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
 
@@ -18,7 +18,7 @@ def float32_reductions(spec: GraphSpec) -> GraphSpec:
     A product takes operands of one dtype: beside 16-bit ones it reads such a result in 16 bits.
     """
     tensors, nodes = dict(spec.tensors), list(spec.nodes)
-    taken = {*tensors, *(node.name for node in nodes)}
+    taken = taken_names(spec)
     for place, node in enumerate(spec.nodes):
         result = tensors[node.results[0]]
         if node.op != "reduction" or result.dtype not in LOW_PRECISION:
@@ -63,7 +63,7 @@ def _narrow_for_products(
     }
     if len(dtypes) != 1:
         return spec
-    taken = {*spec.tensors, *(node.name for node in spec.nodes)}
+    taken = taken_names(spec)
     label = free(f"{name}_16", taken)  # the 17th of a graph may be called so
     narrow = replace(spec.tensors[name], name=label, dtype=dtypes.pop())
     tensors = {**spec.tensors, narrow.name: narrow}

@@ -13,18 +13,18 @@ from math import prod
 import torch
 
 from ..device.rules import rules
-from ..ir.spec import GraphSpec, Node, TensorSpec, dense_strides, memory_order
+from ..ir.spec import GraphSpec, Node, TensorSpec, dense_strides, free, memory_order, taken_names
 from ..ops.base import LOW_PRECISION
 
 
 def resize_dim_by_dim(spec: GraphSpec) -> GraphSpec:
     """The graph with gradients of interpolation that go through one dim after the other, where an
     element is made of more than kernels of windows read for one. What lies between is float32."""
-    tensors = dict(spec.tensors)
+    tensors, taken = dict(spec.tensors), taken_names(spec)
     nodes: list[Node] = []
     for node in spec.nodes:
         if node.op == "interpolate_backward" and _is_large(node, spec):
-            nodes += _dim_by_dim(node, tensors)
+            nodes += _dim_by_dim(node, tensors, taken)
         else:
             nodes.append(node)
     if len(nodes) == len(spec.nodes):
@@ -41,15 +41,17 @@ def _is_large(node: Node, spec: GraphSpec) -> bool:
     return bool(reads > rules().window_most_reads)
 
 
-def _dim_by_dim(node: Node, tensors: dict[str, TensorSpec]) -> Iterator[Node]:
-    """The nodes in place of one; their results are added to the tensors."""
+def _dim_by_dim(node: Node, tensors: dict[str, TensorSpec], taken: set[str]) -> Iterator[Node]:
+    """The nodes in place of one; their results are added to the tensors, their names to those that
+    are taken."""
     (given,), (result,) = node.operands, node.results
     at, end = tensors[given], tensors[result]
     dtype = torch.float32 if at.dtype in LOW_PRECISION else at.dtype
     order = memory_order(at.shape, at.stride)
 
     def new(part: str, shape: tuple[int, ...]) -> TensorSpec:
-        made = TensorSpec(f"{result}_{part}", shape, dense_strides(shape, order), dtype)
+        label = free(f"{result}_{part}", taken)
+        made = TensorSpec(label, shape, dense_strides(shape, order), dtype)
         tensors[made.name] = made
         return made
 
@@ -63,14 +65,14 @@ def _dim_by_dim(node: Node, tensors: dict[str, TensorSpec]) -> Iterator[Node]:
         to = end if dim == dims[-1] and dtype == end.dtype else new(f"dim{dim}", shape)
         yield replace(
             node,
-            name=f"{node.name}_dim{dim}",
+            name=free(f"{node.name}_dim{dim}", taken),
             inputs=(at.name,),
             outputs=(to.name,),
             attrs=tuple((name, _attr(name, value, node, at, to)) for name, value in node.attrs),
         )
         at = to
     if at is not end:
-        yield Node("identity", f"{node.name}_narrow", (at.name,), (end.name,))
+        yield Node("identity", free(f"{node.name}_narrow", taken), (at.name,), (end.name,))
 
 
 def _attr(name: str, value: object, node: Node, dy: TensorSpec, dx: TensorSpec) -> object:

@@ -18,10 +18,12 @@ from ..ir.spec import (
     TensorSpec,
     contiguous_strides,
     dense_strides,
+    free,
     is_dense,
     memory_order,
     numel,
     same_layout,
+    taken_names,
     view_strides,
 )
 from ..ops.table import OPS
@@ -108,7 +110,9 @@ def _regrouped(dims: Dims, shape: Sequence[int]) -> Dims | None:
     return tuple(reversed(groups))
 
 
-def _chain(root: TensorSpec, dims: Dims, shape: Sequence[int], label: str) -> list[Node] | None:
+def _chain(
+    root: TensorSpec, dims: Dims, shape: Sequence[int], label: str, taken: set[str]
+) -> list[Node] | None:
     """The views, at most three, that show ``dims`` of ``root`` as a tensor ``label`` of ``shape``:
     its dims split, in another order, and merged. None where a split is no whole one."""
     own = _dims_of(root)
@@ -138,7 +142,7 @@ def _chain(root: TensorSpec, dims: Dims, shape: Sequence[int], label: str) -> li
     nodes: list[Node] = []
     name = root.name
     for number, (attr, value) in enumerate(steps):
-        view = f"{label}_shown{number}"
+        view = free(f"{label}_shown{number}", taken)
         to = label if number == len(steps) - 1 else view
         op = "reshape" if attr == "shape" else "permute"
         nodes.append(Node(op, view, (name,), (to,), ((attr, value),)))
@@ -152,6 +156,7 @@ class _RowLayout:
     def __init__(self, spec: GraphSpec) -> None:
         self._spec = spec
         self._tensors = dict(spec.tensors)
+        self._taken = taken_names(spec)
         self._nodes: list[Node] = []
         self._shown: dict[str, _StridedRef] = {}
         self._renamed: dict[str, str] = {}
@@ -213,7 +218,7 @@ class _RowLayout:
     def _show(self, root: TensorSpec, dims: Dims, name: str) -> bool:
         """Put the views that show ``root`` as the tensor ``name``; False where there are none."""
         result = self._tensors[name]
-        chain = _chain(root, dims, result.shape, name)
+        chain = _chain(root, dims, result.shape, name, self._taken)
         if chain is None:
             return False
         for view in chain:
@@ -244,7 +249,8 @@ class _RowLayout:
         wide = result.shape[-1]
         shape = (*shape[:-1], wide)
         lead = (tuple((n, s // columns * wide) for n, s in group) for group in dims[:-1])
-        made = TensorSpec(f"{name}_rows", shape, contiguous_strides(shape), result.dtype)
+        label = free(f"{name}_rows", self._taken)
+        made = TensorSpec(label, shape, contiguous_strides(shape), result.dtype)
         return self._put(node, inputs, made, (*lead, ((wide, 1),)))
 
     def _read(self, node: Node, place: int, shape: tuple[int, ...], dims: Dims) -> str | None:
@@ -252,7 +258,7 @@ class _RowLayout:
         root = self._tensors[self._source(str(node.inputs[place])).root]
         if root.shape == shape and _dims_of(root) == dims:
             return root.name
-        label = f"{node.results[0]}_read{place}"
+        label = free(f"{node.results[0]}_read{place}", self._taken)
         self._tensors[label] = TensorSpec(label, shape, (), root.dtype)
         if self._show(root, dims, label):
             return label
@@ -342,7 +348,8 @@ class _RowLayout:
         result, q = self._tensors[node.results[0]], self._tensors[str(inputs[0])]
         shape = (*sizes, *result.shape[2:])
         stride = dense_strides(shape, memory_order(q.shape, q.stride))
-        made = TensorSpec(f"{result.name}_heads", shape, stride, result.dtype)
+        label = free(f"{result.name}_heads", self._taken)
+        made = TensorSpec(label, shape, stride, result.dtype)
         batch, head, *rest = _dims_of(made)
         return self._put(node, inputs, made, (_merged((*batch, *head)), (), *rest))
 

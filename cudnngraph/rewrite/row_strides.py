@@ -15,9 +15,11 @@ from ..ir.spec import (
     Node,
     TensorSpec,
     dense_strides,
+    free,
     is_dense,
     memory_order,
     numel,
+    taken_names,
     view_strides,
 )
 from ..ops.base import LOW_PRECISION
@@ -52,8 +54,8 @@ def _turned(spec: GraphSpec) -> set[str]:
             read |= {each for each in node.operands if spec.tensors[each].shape == shape}
         form = spec.tensors[name]
         makes = OPS[node.op].pointwise or OPS[node.op].has("row_norm")
-        free = makes and node.op != "identity" and name in read and name not in told
-        if free and is_dense(form.shape, form.stride) and not _lies_in_rows(form):
+        loose = makes and node.op != "identity" and name in read and name not in told
+        if loose and is_dense(form.shape, form.stride) and not _lies_in_rows(form):
             found.add(name)
     return found
 
@@ -104,7 +106,7 @@ def lay_batches(spec: GraphSpec) -> GraphSpec:
     what pointwise ops and norms make for matmuls alone, and the rest is copied.
     """
     graph = CutGraph(spec)
-    told = _told(spec)
+    told, taken = _told(spec), taken_names(spec)
     laid: dict[str, TensorSpec] = {}
     copies: dict[str, TensorSpec] = {}
     for node in spec.nodes:
@@ -123,7 +125,8 @@ def lay_batches(spec: GraphSpec) -> GraphSpec:
                 laid[source] = replace(form, stride=dense_strides(form.shape, order))
             elif narrow:
                 stride = dense_strides(read.shape, _by_batches(read))
-                copies[name] = replace(read, name=f"{name}_batches", stride=stride)
+                label = free(f"{name}_batches", taken)
+                copies[name] = replace(read, name=label, stride=stride)
     if not laid and not copies:
         return spec
     tensors = {**spec.tensors, **laid, **{each.name: each for each in copies.values()}}

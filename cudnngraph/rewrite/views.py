@@ -10,7 +10,9 @@ from ..ir.spec import (
     GraphSpec,
     Node,
     TensorSpec,
+    free,
     same_layout,
+    taken_names,
 )
 from ..ops.table import OPS
 from ..ops.views import is_view, order_of, shape_of, view_place
@@ -46,18 +48,20 @@ def sink_views(spec: GraphSpec) -> GraphSpec:
 def _sink_one(graph: CutGraph, node: Node) -> CutGraph:
     """The graph with the views in front of one pointwise op behind it, where that is possible."""
     spec, tensors, result = graph.spec, graph.spec.tensors, graph.spec.tensors[node.results[0]]
+    taken = taken_names(spec)
     for shown in node.operands:
         chain, name = views_of(graph, shown)
         whole = all(tensors[each].numel == result.numel for each in (name, shown))
         parts = any(view.op == "slice" for view in chain)
         if not chain or parts or not whole or not _of_product(graph, name):
             continue
-        found = _inverse_views(node, shown, chain, tensors)
+        found = _inverse_views(node, shown, chain, tensors, taken)
         if found is None:
             continue
         inputs, back = found
         product = tensors[name]
-        early = TensorSpec(f"{result.name}_early", product.shape, product.stride, result.dtype)
+        label = free(f"{result.name}_early", taken)
+        early = TensorSpec(label, product.shape, product.stride, result.dtype)
         made, shows, last = {early.name: early}, list[Node](), early
         for view in reversed(chain):
             place = view_place(view, last)
@@ -117,7 +121,11 @@ def _of_product(graph: CutGraph, name: str) -> bool:
 
 
 def _inverse_views(
-    node: Node, shown: str, chain: Sequence[Node], tensors: Mapping[str, TensorSpec]
+    node: Node,
+    shown: str,
+    chain: Sequence[Node],
+    tensors: Mapping[str, TensorSpec],
+    taken: set[str],
 ) -> tuple[list[str | None], list[tuple[Node, TensorSpec]]] | None:
     """The operands of a pointwise op as they are before the views of ``chain``, and the views that
     show them so; None where one would have to be copied."""
@@ -150,7 +158,7 @@ def _inverse_views(
                 attrs = {"shape": tensors[view.operands[0]].shape}
             wanted.append((view.op, attrs))
         for step, (op, attrs) in enumerate(wanted):
-            label = f"{result.name}_back{number}_{step}"
+            label = free(f"{result.name}_back{number}_{step}", taken)
             inverse = Node(op, label, (other.name,), (label,), tuple(attrs.items()))
             place = view_place(inverse, other)
             if place is None:
