@@ -237,7 +237,9 @@ template <class T> D float rounded(float x) {
 template <class T> D float quantized(float x) {
   return rounded<T>(x - x != 0.0f ? bits_float(0x7fc00000u) : x);
 }
-D int rounded8(float x) { return (int)fminf(fmaxf(rintf(x), -128.0f), 127.0f); }
+D int rounded8(float x) {  // NaN is 0, as torch's kernels and the reference have it
+  return x != x ? 0 : (int)fminf(fmaxf(rintf(x), -128.0f), 127.0f);
+}
 """.replace("THRESHOLD", f"{float(SOFTPLUS_THRESHOLD)}f")
 
 Code = Callable[[Sequence[str], Mapping[str, Any]], str]
