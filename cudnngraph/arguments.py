@@ -210,6 +210,7 @@ def neutral(annotation: str) -> Any:
 
 # -- tensors ---------------------------------------------------------------------------------------
 
+_ARRAY = ("numpy", "ndarray")  # by its name: numpy may not be there
 _HAS_MEMORY = torch.Tensor.__torch_dispatch__
 # What torch.nn.parameter.is_lazy asks for, which torch.compile does not trace from torch 2.15 on.
 LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
@@ -218,7 +219,7 @@ LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 def unreadable(where: str, tensor: Any) -> list[Problem]:
     """Why a tensor cannot be read by its address, whatever its form and place."""
     if not issubclass(type(tensor), torch.Tensor):
-        return [Problem(where, is_a(tensor), "a torch.Tensor")]
+        return [Problem(where, is_a(tensor), "a torch.Tensor", as_tensor(tensor))]
     if isinstance(tensor, LAZY):
         return [Problem(where, "is not initialized", "one of a shape", "run its module once")]
     if tensor.is_nested:
@@ -230,6 +231,12 @@ def unreadable(where: str, tensor: Any) -> list[Problem]:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return [Problem(where, f"is {dtype}", "plain numbers", "dequantize() it")]
     return []
+
+
+def as_tensor(value: Any) -> str:
+    """How a tensor is made of a value that is none; empty where nothing is known of it."""
+    kind = type(value)
+    return "torch.from_numpy() it" if (kind.__module__, kind.__name__) == _ARRAY else ""
 
 
 def without_memory(where: str, tensor: torch.Tensor) -> list[Problem]:
@@ -308,7 +315,7 @@ def _kept(value: Any) -> Any:
 
 def _as_plain(own: Mapping[str, inspect.Parameter], name: str, value: Any) -> Any:
     """A number or a text of another class as Python's own, a row of such as a tuple or a list."""
-    if name not in own or own[name].annotation == "Any":
+    if name not in own or own[name].annotation in ("Any", "torch.Tensor | None"):
         return value
     try:
         return plain(value)
@@ -367,6 +374,8 @@ def _wrong(where: str, value: Any, annotation: str) -> list[Problem]:
         made = plain(value)
     except NotPlain as reason:
         return [Problem(where, str(reason), said)]
+    if "Tensor" in kinds and (mend := as_tensor(value)):
+        return [Problem(where, is_a(value), said, mend)]
     # Of what has a form of its own nothing more is known, of a class that no plain value is one.
     others = [kind for kind in kinds if kind not in _CLASSES]
     if any(kind not in (*_KINDS, "None") for kind in others):

@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     action.add_argument("--dry-run", action="store_true", help="only say what would go")
 
     action = add("export", "write the records into one file, without serialized plans")
-    action.add_argument("file", type=Path, metavar="FILE", nargs="?")
+    action.add_argument(
+        "file",
+        type=partial(_file, stream="/dev/stdout"),
+        metavar="FILE",
+        nargs="?",
+        help="the file; - for standard output, where nothing else is printed then",
+    )
     action.add_argument(
         "--seeds",
         type=Path,
@@ -165,7 +172,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "Exit code: 0 when every record was taken or is there already; 1 when one was refused or "
         "the file cannot be read; 2 for a wrong call.",
     )
-    action.add_argument("file", type=Path, metavar="FILE")
+    action.add_argument(
+        "file",
+        type=partial(_file, stream="/dev/stdin"),
+        metavar="FILE",
+        help="the file; - for standard input",
+    )
     action.add_argument(
         "--trust-blobs",
         action="store_true",
@@ -525,6 +537,11 @@ def to_prune(
 
 
 # -- export, import --------------------------------------------------------------------------------
+
+
+def _file(text: str, stream: str) -> Path:
+    """The path that is called so; that of a stream of the process for "-"."""
+    return Path(stream if text == "-" else text)
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from ..arguments import (
     NotPlain,
+    as_tensor,
     is_a,
     plain,
     shown,
@@ -131,7 +132,8 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
             problems.append(Problem(where, "is declared twice", "a name of its own"))
         if like is not None:
             if not isinstance(like, torch.Tensor):
-                problems.append(Problem(where, f"like={type(like).__name__}", "a torch.Tensor"))
+                kind, mend = type(like).__name__, as_tensor(like)
+                problems.append(Problem(where, f"like={kind}", "a torch.Tensor", mend))
             elif found := unreadable(f"{where}, like", like):
                 problems += found
             else:

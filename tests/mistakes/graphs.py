@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import torch
 
 import cudnngraph as cg
@@ -102,6 +103,13 @@ GRAPHS = [
     ("input_no_shape", whole(lambda g: relu_of(g, dtype=F16), "has no shape", "or like=")),
     ("input_no_dtype", whole(lambda g: relu_of(g, shape=(4,)), "input 'x': has no dtype")),
     ("input_like_list", whole(lambda g: relu_of(g, like=[1, 2]), "like=list", "torch.Tensor")),
+    (
+        "input_like_array",
+        whole(
+            lambda g: relu_of(g, like=numpy.zeros((2, 2))),
+            "like=ndarray; expected a torch.Tensor (torch.from_numpy() it)",
+        ),
+    ),
     (
         "input_shape_negative",
         whole(lambda g: relu_of(g, shape=(4, -1), dtype=F16), "shape=(4, -1)", ">= 0"),

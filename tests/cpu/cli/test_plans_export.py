@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.commands import Cli
 from tests.cpu.plans_cache.test_record import signed
 from tests.workers import cache_example
 
+ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
@@ -123,6 +126,24 @@ def exported(run: Cli, ids: dict[str, str], tmp_path: Path) -> Path:
     code, out, _ = run("export", file, "--with-blobs")
     assert (code, out) == (0, f"7 records and 2 blobs written to {file}\n")
     return file
+
+
+def test_records_go_through_a_pipe(ids: dict[str, str], folder: Path, tmp_path: Path) -> None:
+    """A dash is standard output, which then holds nothing else, and standard input."""
+    there = tmp_path / "there"
+    plans = [sys.executable, "-m", "cudnngraph", "plans"]
+
+    def call(*argv: object, given: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+        command = [*plans, *map(str, argv)]
+        return subprocess.run(command, input=given, capture_output=True, timeout=100, cwd=ROOT)
+
+    sent = call("export", "-", "--dir", folder)
+    assert (sent.returncode, sent.stdout.splitlines()[0]) == (0, transfer.HEAD), sent.stderr
+    assert b"7 records and 0 blobs written to /dev/stdout" in sent.stderr
+    taken = call("import", "-", "--dir", there, given=sent.stdout)
+    assert (taken.returncode, taken.stdout[:6]) == (0, b"7 new,"), taken.stderr
+    assert PlanStore(there, seeds=None).get(ids["a100"])
+    assert not (ROOT / "-").exists()
 
 
 def test_records_travel_without_blobs(

@@ -232,6 +232,10 @@ def test_a_weight_without_memory_or_elsewhere_is_named() -> None:
         (lambda x, w: CF.conv2d(None, w), "argument 'input': is None; expected a torch.Tensor"),
         (lambda x, w: CF.conv2d(x, None), "argument 'weight': is None; expected a torch.Tensor"),
         (lambda x, w: CF.conv2d(x, w, 3.0), "argument 'bias': is 3.0; expected a torch.Tensor"),
+        (
+            lambda x, w: CF.conv2d(x, w.detach().numpy()),
+            "argument 'weight': is a ndarray; expected a torch.Tensor (torch.from_numpy() it)",
+        ),
         (lambda x, w: CF.layer_norm(x, None), "normalized_shape is None; expected a tuple"),
         (lambda x, w: CF.group_norm(x, "2"), "num_groups='2'; expected a whole number"),
         (lambda x, w: CF.conv_bias_act(x, w, alpha1="2"), "'alpha1': is '2'; expected a number"),
