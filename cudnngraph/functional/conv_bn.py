@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch.utils import checkpoint
 
 from ..arguments import explained, number
 from ..device.allocation import outside_graph_pool
@@ -103,9 +104,10 @@ def run_conv_norm_act(
     result: Tensor
     if tracks and not over:
         check_in_place("conv_bn_act")
-        result, now_mean, now_var = run_graph(conv_norm_act, policy, given, static, 3)
-        update_running(mean, var, now_mean, now_var, momentum)  # type: ignore[arg-type]
-        return result
+        return _and_update(
+            lambda: run_graph(conv_norm_act, policy, given, static, 3),
+            [(mean, var, momentum)],  # type: ignore[list-item]
+        )
     result = run_graph(conv_norm_act, policy, given, static, over=over)
     if over:
         torch.autograd.graph.increment_version((mean, var))  # type: ignore[arg-type]
@@ -140,18 +142,44 @@ def run_separable(
                 for given, other in zip(norm[2:], (ones, zeros), strict=True)
             ]
     given = (x, residual, w, b, *norms[0], w_1, b_1, *norms[1])
-    result = run_graph(separable, policy, given, static, 1 + 2 * len(updates))
     if not updates:
-        return result  # type: ignore[no-any-return]
-    y, *batch = result
-    for place, (mean, var, momentum) in enumerate(updates):
-        update_running(mean, var, batch[2 * place], batch[2 * place + 1], momentum)
-    return y  # type: ignore[no-any-return]
+        return run_graph(separable, policy, given, static, 1)  # type: ignore[no-any-return]
+    many = 1 + 2 * len(updates)
+    return _and_update(lambda: run_graph(separable, policy, given, static, many), updates)
 
 
 def stages_options(*stages: tuple[Any, ...]) -> dict[str, Any]:
     """The options of :func:`separable`; each stage has those of :func:`norm_options`."""
     return {"stages": tuple(tuple(norm_options(*stage).items()) for stage in stages)}
+
+
+def _and_update(run: Callable[[], Sequence[Tensor]], updates: Sequence[Update]) -> Tensor:
+    """The first result of a run, whose others are the batch's means and variances.
+
+    A checkpoint stops a run for a backward when that has saved the last tensor, so that it gives no
+    results. Torch's norms have updated their statistics by then; it is run again for them.
+    """
+    try:
+        y, *batch = run()
+    except _Stopped:
+        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+            _, *batch = run()
+        _update(updates, batch)
+        raise
+    _update(updates, batch)
+    return y
+
+
+_Stopped: type[Exception] = getattr(checkpoint, "_StopRecomputationError", StopIteration)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _update(updates: Sequence[Update], batch: Sequence[Tensor]) -> None:
+    for place, (mean, var, momentum) in enumerate(updates):
+        update_running(mean, var, batch[2 * place], batch[2 * place + 1], momentum)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..arguments import NotPlain, checked, explained, items
-from ..errors import GraphError, Problem
+from ..errors import CudnnGraphError, GraphError, Problem
 from ..functional.conv import act_options, run_conv_act
 from ..functional.conv_bn import fixed_momentum, norm_options, run_conv_norm_act
 from ..graph.pointwise import ACTIVATIONS
@@ -273,17 +273,24 @@ def run_block(
     affine = (_held(bn, "weight"), _held(bn, "bias"))
     tensors = (x, weight, bias, *running, *affine, residual)
     momentum = 0.0 if momentum is None else momentum
-    if bn.training and isinstance(bn, nn.SyncBatchNorm) and sync.several_ranks(bn.process_group):
-        y = sync.run_synchronised(
-            geometry, kind, attrs, tensors, momentum, bn.eps, bn.process_group, policy
-        )
-    else:
+    if count is not None:  # in front of the op, behind which a recomputation may stop
+        count.add_(1)
+    try:
+        if (
+            bn.training
+            and isinstance(bn, nn.SyncBatchNorm)
+            and sync.several_ranks(bn.process_group)
+        ):
+            return sync.run_synchronised(
+                geometry, kind, attrs, tensors, momentum, bn.eps, bn.process_group, policy
+            )
         fixed = fixed_momentum(momentum, mean) if tracks else None
         static = recent.static_of(norm_options, geometry, kind, attrs, by_batch, bn.eps, fixed)
-        y = run_conv_norm_act(static, tensors, momentum, policy, recent=recent)
-    if count is not None:  # not of a call that was refused
-        count.add_(1)
-    return y
+        return run_conv_norm_act(static, tensors, momentum, policy, recent=recent)
+    except CudnnGraphError:  # a call that was refused is not counted
+        if count is not None:
+            count.sub_(1)
+        raise
 
 
 def _named(act: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]]:

@@ -29,7 +29,8 @@ class Swap:
     reason: str = ""
 
     def __str__(self) -> str:
-        what = f"{', '.join(self.names)} ({' → '.join(self.classes)})"
+        names = (name or "the model" for name in self.names)  # which is called "" itself
+        what = f"{', '.join(names)} ({' → '.join(self.classes)})"
         return f"left {what}: {self.reason}" if self.reason else f"swapped {what}"
 
 
@@ -207,7 +208,12 @@ def _is_conv(module: nn.Module) -> bool:
 
 
 def _named_attention(module: nn.Module) -> bool:
-    return "Attention" in _class(module) or _class(module).endswith("Attn")
+    """Whether a module says that it computes attention: by its class, or what its forward calls."""
+    if "Attention" in _class(module) or _class(module).endswith("Attn"):
+        return True
+    forward = getattr(own_class(module), "forward", None)  # TorchScript has no such
+    code = getattr(forward, "__code__", None)
+    return "scaled_dot_product_attention" in getattr(code, "co_names", ())
 
 
 def _classes(owner: nn.Module, chain: Chain) -> Iterator[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..arguments import checked, explained
-from ..errors import GraphError, Problem
+from ..errors import CudnnGraphError, GraphError, Problem
 from ..functional.conv_bn import Update, run_separable, stages_options
 from ..policy import Policy
 from ..runtime.specialize import check_in_place, intern_static
@@ -138,20 +138,25 @@ class FusedDepthwiseSeparable(nn.Module):
             y = self.pointwise(y) if residual is None else self.pointwise(y, residual)
             return y
         stages = [_stage(self.depthwise), _stage(self.pointwise)]
-        y = run_separable(
-            intern_static(stages_options, *(options for options, _, _ in stages)),
-            x,
-            residual,
-            [tensors for _, tensors, _ in stages],
-            [update for _, _, update in stages if update is not None],
-            self.policy,
-        )
-        for block in (self.depthwise, self.pointwise):  # not of a call that was refused
-            bn = block.norm
-            tracks = bn is not None and bn.training and bn.track_running_stats
-            if tracks and (count := _held(bn, "num_batches_tracked")) is not None:
-                count.add_(1)
-        return y
+        norms = [block.norm for block in (self.depthwise, self.pointwise)]
+        tracked = [bn for bn in norms if bn is not None and bn.training and bn.track_running_stats]
+        held = (_held(bn, "num_batches_tracked") for bn in tracked)
+        counts = [count for count in held if count is not None]
+        for count in counts:  # in front of the op, behind which a recomputation may stop
+            count.add_(1)
+        try:
+            return run_separable(
+                intern_static(stages_options, *(options for options, _, _ in stages)),
+                x,
+                residual,
+                [tensors for _, tensors, _ in stages],
+                [update for _, _, update in stages if update is not None],
+                self.policy,
+            )
+        except CudnnGraphError:  # a call that was refused is not counted
+            for count in counts:
+                count.sub_(1)
+            raise
 
 
 def _is_synchronised(bn: Any) -> bool:
