@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -160,10 +161,35 @@ def is_exporting() -> bool:
 
 @dataclass
 class _Changes:
-    """Whether a call has changed its arguments, and what it has of the model's state."""
+    """Whether a call has changed its arguments, or their shapes in place, and what it has of the
+    model's state."""
 
     arguments: bool = False
+    shapes: bool = False
     state: list[str] = field(default_factory=list)
+
+
+_RESHAPES = (
+    "changes the shape of an argument in place (unsqueeze_, squeeze_, t_, transpose_, resize_?), "
+    "which a graph does not; write x = x.unsqueeze(0) and the like"
+)
+
+
+_PACKS = (
+    "packs sequences (pack_padded_sequence), whose sizes are numbers in a tensor, which a graph "
+    "does not; give the layer the padded tensor, and set what lies behind each length to zero"
+)
+
+
+def _packs(error: Exception) -> bool:
+    """Whether an error came where a packed sequence was about."""
+    packed = torch.nn.utils.rnn.PackedSequence
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(isinstance(each, packed) for f in frames for each in f.f_locals.values())
+
+
+def _shape(leaf: Any) -> tuple[int, ...] | None:
+    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
 
 
 @contextmanager
@@ -176,10 +202,12 @@ def _watched(model: nn.Module) -> Iterator[_Changes]:
     found = _Changes()
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        before.append((*pytree.tree_flatten((args, kwargs)), Held(model)))
+        leaves, form = pytree.tree_flatten((args, kwargs))
+        before.append((leaves, list(map(_shape, leaves)), form, Held(model)))
 
     def compare(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        leaves, form, held = before.pop()
+        leaves, shapes, form, held = before.pop()
+        found.shapes |= shapes != list(map(_shape, leaves))
         now, now_form = pytree.tree_flatten((args, kwargs))
         if form != now_form or any(a is not b for a, b in zip(now, leaves, strict=True)):
             found.arguments = True
@@ -218,8 +246,14 @@ def by_torch(
     except Exception as error:
         if asked or "data-dependent" in str(error):  # torch says where numbers are used
             raise CannotImport(f"{name} {asks(asked[-1] if asked else str(error))}") from error
+        if changes.shapes:
+            raise CannotImport(f"{name} {_RESHAPES}") from error
+        if _packs(error):
+            raise CannotImport(f"{name} {_PACKS}") from error
         check_not_scripted(model, error)
         raise CannotImport(f"{name} cannot be exported: {_export_failure(error)}") from error
+    if changes.shapes:
+        raise CannotImport(f"{name} {_RESHAPES}")
     if changes.arguments:
         raise CannotImport(f"{name} changes its arguments, which a graph does not")
     signature = program.graph_signature
@@ -259,10 +293,20 @@ def check_not_scripted(model: nn.Module, cause: Exception | None = None) -> None
             ) from cause
 
 
+#: Ops of torch that ask for numbers themselves, and what does not.
+_INSTEAD = {
+    "linalg.lstsq": "for a matrix of full rank take q, r = torch.linalg.qr(a) and "
+    "torch.linalg.solve_triangular(r, q.mT @ b, upper=True)",
+}
+
+
 def asks(trace: str) -> str:
     """What is to be said of a model whose ops depend on numbers, and the mend."""
     where = last_line(trace)
     at = f" ({where})" if where else ""
+    for name, mend in _INSTEAD.items():
+        if name in where:
+            return f"calls {name}, whose result depends on numbers as no graph's does{at}; {mend}"
     return f"asks for the numbers in a tensor, which a graph does not{at}; {ONE_SHAPE}"
 
 

@@ -35,6 +35,7 @@ from ..ops import meta as forms
 from . import finite, flex
 from .aliases import Aliases
 from .compiler import COMPILER, aside, is_there, saying
+from .covariances import COVARIANCES
 from .known_forms import KnownForms, mapped
 from .python_calls import as_declared, interpolation, product
 from .spectra import SPECTRA
@@ -68,6 +69,7 @@ _OF_MEMORY: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name)
     for name in ("data_ptr", "storage", "_typed_storage", "untyped_storage")
 )
+_WRITTEN_OUT = {**SPECTRA, **COVARIANCES}
 #: What makes Python's or numpy's numbers of a tensor.
 _TO_NUMBERS: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__")
@@ -313,9 +315,9 @@ class Traced:
         plain = not torch.is_grad_enabled() and not _casts()
         if function is torch.einsum and plain and (pair := product(*args, **kwargs)) is not None:
             function, name, args, kwargs = torch.matmul, "matmul", pair, {}
-        if function in SPECTRA and plain:
+        if function in _WRITTEN_OUT and plain:
             with suppress(TypeError):
-                return SPECTRA[function](*args, **kwargs)
+                return _WRITTEN_OUT[function](*args, **kwargs)
         if name is None:
             return function(*args, **kwargs)
         if _casts():

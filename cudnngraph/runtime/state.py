@@ -14,6 +14,7 @@ import collections
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -136,6 +137,8 @@ class Held:
                 return False
             _, _, numbers = self._tensors.get(id(then), ("", then, then))
             return _equal(now, numbers if isinstance(numbers, torch.Tensor) else then)
+        if isinstance(now, weakref.ReferenceType):
+            return self._alike(now(), then())
         if isinstance(now, (list, tuple, collections.deque)):
             return len(now) == len(then) and all(map(self._alike, now, then))
         if isinstance(now, dict):

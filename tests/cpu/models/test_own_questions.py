@@ -1,0 +1,111 @@
+"""Functions of torch that ask for numbers themselves, and what a forward does to its arguments: run
+where that can be, refused with the name and the mend where not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import cudnngraph as cg
+from tests import numerics
+
+F32 = torch.float32
+
+
+class Of(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (1, 6), (6,), (5, 2)])
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.cov,
+        torch.corrcoef,
+        lambda x: x.cov(correction=0),
+        lambda x: torch.cov(input=x).exp(),
+        lambda x: x.corrcoef() * 2.0,
+    ],
+    ids=["cov", "corrcoef", "biased", "named", "scaled"],
+)
+def test_covariances_are_those_of_torch(
+    function: Callable[..., torch.Tensor], shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    fused = cg.fuse(Of(function).eval(), x)
+    made, want = fused(x), function(x)
+    assert (made.shape, made.stride(), made.dtype) == (want.shape, want.stride(), want.dtype)
+    numerics.check(made, function(x.double()), F32, want, terms=x.numel())
+
+
+@pytest.mark.parametrize("weigh", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_a_recurrent_layer_whose_weights_are_made_in_every_call_runs(
+    weigh: Callable[..., nn.Module],
+) -> None:
+    torch.manual_seed(0)
+    layer = weigh(nn.LSTM(4, 8), "weight_hh_l0").eval()
+    model, x = Of(lambda x: layer(x)[0]).eval(), torch.randn(3, 2, 4)
+    model.layer = layer
+    want = model(x).detach()
+    made = cg.fuse(model, x)(x)
+    wide = model.double()(x.double()).detach()
+    numerics.check(made, wide, F32, want, terms=36)
+
+
+LSTM_SIZES = (4, 8)
+
+
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(*LSTM_SIZES, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        y: torch.Tensor = pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
+        return y
+
+
+def _unsqueezes(x: torch.Tensor) -> torch.Tensor:
+    x.unsqueeze_(0)
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes", "says"),
+    [
+        (Of(_unsqueezes), ((3, 4),), "changes the shape of an argument in place (unsqueeze_,"),
+        (Of(lambda x: x.t_() * 2), ((3, 4),), "which a graph does not; write x = x.unsqueeze(0)"),
+        (
+            Of(lambda a, b: torch.linalg.lstsq(a, b).solution),
+            ((6, 4), (6, 2)),
+            "calls linalg.lstsq, whose result depends on numbers as no graph's does",
+        ),
+    ],
+    ids=["unsqueeze_", "t_", "lstsq"],
+)
+def test_what_no_graph_does_is_named_with_the_mend(
+    model: nn.Module, shapes: tuple[tuple[int, ...], ...], says: str
+) -> None:
+    with pytest.raises(cg.CannotImport, match=re.escape(says)):
+        cg.fuse(model.eval(), tuple(map(torch.zeros, shapes)))
+
+
+def test_packed_sequences_are_named_with_the_mend() -> None:
+    given = torch.zeros(3, 5, 4), torch.tensor([5, 3, 2])
+    with pytest.raises(cg.CannotImport, match=r"packs sequences \(pack_padded_sequence\)"):
+        cg.fuse(Packs().eval(), given)
