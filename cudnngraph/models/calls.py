@@ -105,6 +105,10 @@ def _is_container(leaf: Any) -> bool:
     return isinstance(leaf, (Mapping, list, tuple)) or dataclasses.is_dataclass(leaf)
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) is torch.Size
+
+
 def _keys(container: Any) -> tuple[Any, ...]:
     if dataclasses.is_dataclass(container):
         names = (field.name for field in dataclasses.fields(container))
@@ -166,6 +170,8 @@ def _made(container: Any, pairs: Mapping[Any, Any]) -> Any:
         made = object.__new__(kind)
         for key, value in {**getattr(container, "__dict__", {}), **pairs}.items():
             object.__setattr__(made, key, value)
+    elif _is_size(container):
+        made = torch.Size(pairs.values())
     elif isinstance(container, tuple):
         made = tuple.__new__(kind, pairs.values())
         getattr(made, "__dict__", {}).update(getattr(container, "__dict__", {}))
@@ -466,8 +472,11 @@ def called_by_leaves(model: nn.Module, call: Call, leaves: Sequence[Any]) -> Ite
         if given is not None and not _has_leaves(call, (args, kwargs), given):
             name = type(model).__name__
             raise CannotImport(f"{name} changes its arguments, which a graph does not")
-        is_plain = not any(map(_is_container, pytree.tree_leaves(result)))
-        made, spec = flat(result)
+        leaves = pytree.tree_leaves(result, is_leaf=_is_size)
+        is_plain = not any(_is_container(x) or _is_size(x) for x in leaves)
+        # Torch makes tuples of sizes.
+        sized = pytree.tree_map(lambda x: Opened(x) if _is_size(x) else x, result, is_leaf=_is_size)
+        made, spec = flat(sized)
         _run.out_spec = None if is_plain else spec
         return result if is_plain else made
 

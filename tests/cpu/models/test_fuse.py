@@ -154,6 +154,23 @@ def test_each_form_is_compiled_once_and_the_oldest_goes() -> None:
     assert fused.bound(image(2, 3, 32, 32)) is not first
 
 
+class Sizes(nn.Module):
+    """Sizes among its results, alone and in containers."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = x.relu()
+        return y.shape, (y, {"size": y.size(), "rows": x.size(0)}), [x.shape[1:]]
+
+
+def test_sizes_among_the_results_are_sizes() -> None:
+    x = torch.randn(3, 4)
+    made, want = cg.fuse(Sizes().eval(), x)(x), Sizes()(x)
+    sizes = [(each[0], each[1][1]["size"], each[2][0]) for each in (made, want)]
+    assert sizes[0] == sizes[1]
+    assert {type(size) for size in sizes[0]} == {torch.Size}
+    assert made[1][1]["rows"] == 3 and torch.equal(made[1][0], want[1][0])
+
+
 def test_results_are_the_callers_unless_they_are_to_be_used_again() -> None:
     model, x = net(), image(2, 3, 32, 32)
     fused, reusing = cg.fuse(model, x), cg.fuse(model, x, reuse_results=True)
