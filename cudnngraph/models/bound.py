@@ -150,7 +150,7 @@ class Direct:
     """A graph that reads the caller's tensors and writes new ones: it holds constants alone.
 
     Its first results are new values of the tensors at the places ``written``, its last ones what
-    ``effects`` read.
+    ``effects`` read. Those of the numbers ``exchanged`` become the memory of their tensors.
     """
 
     def __init__(
@@ -159,10 +159,12 @@ class Direct:
         executable: Executable | None,
         written: Sequence[int] = (),
         effects: Effects = NO_EFFECTS,
+        exchanged: frozenset[int] = frozenset(),
     ) -> None:
         self.imported = imported
         self.executable = executable
         self.effects = effects
+        self.exchanged = exchanged
         self.written = tuple(written)
         self.compared = False  # with eager
         self._inputs: list[tuple[int, TensorSpec] | torch.Tensor] = []  # by place, or constants
@@ -184,7 +186,7 @@ class Direct:
     def write(self, targets: Sequence[torch.Tensor], results: list[Any]) -> list[Any]:
         """Write the first results into tensors when effects have run, and return the others."""
         results = self.effects.split(results)
-        write(targets, results[: len(targets)])
+        write(targets, results[: len(targets)], self.exchanged)
         return results[len(targets) :]
 
     def results(self, tensors: list[Any]) -> list[Any]:

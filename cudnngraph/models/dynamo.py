@@ -205,7 +205,7 @@ class _Compiled:
         steps: Steps | None = None,
     ) -> None:
         self._boxed_call = True  # as AOTAutograd asks, of the instance
-        self._written = written.take_out(traced)
+        self._written, self._exchanged = written.take_out(traced)
         self._effects = effects.take_out(traced)
         self._lazy = lazy_places(traced)
         self.traced, self._title = traced, title
@@ -305,7 +305,8 @@ class _Compiled:
                 self._forms[form] = found
             if found is None:
                 results = self._effects.split(list(self.traced(*self._as_traced(args))))
-                written.write([args[at] for at in self._written], results[: len(self._written)])
+                targets = [args[at] for at in self._written]
+                written.write(targets, results[: len(targets)], self._exchanged)
                 return results[len(self._written) :]
             if found.as_traced:
                 args[:] = self._as_traced(args)
@@ -421,9 +422,9 @@ class _Compiled:
             if imported.spec is not None:
                 executable = compile(imported.spec, device, policy=self._policy)
             places = [tensors.index(names[at]) for at in self._written]
-            bound = Direct(imported, executable, places, self._effects)
+            bound = Direct(imported, executable, places, self._effects, self._exchanged)
             run = bound.run
-            if self._replays and not imported.elsewhere:
+            if self._replays and not imported.elsewhere and not self._exchanged:
                 kind = ReplayedBackward if self._gradients else Replayed
                 run = kind(bound, device, self._returned(traced), self.steps).run
             mixed = reads_elsewhere(traced.graph, device)

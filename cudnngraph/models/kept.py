@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 _aten: Any = torch.ops.aten
-_COPY: Any = _aten.copy_.default
+#: What writes an input at the end of a graph, and what assigns to its ``data``.
+_WRITES: frozenset[Any] = frozenset({_aten.copy_.default, _aten.set_.source_Tensor})
 _MARK = "copied before it is written"
 
 
@@ -24,7 +25,7 @@ def copy_written(joint: torch.fx.GraphModule, backward: torch.fx.GraphModule) ->
     graph = joint.graph
     nodes = {node.name: node for node in graph.nodes}
     given = [nodes.get(node.name) for node in backward.graph.nodes if node.op == "placeholder"]
-    roots = {_root(node) for node in given if node is not None}
+    roots = {root(node) for node in given if node is not None}
     found = [node for node in _written(graph) if node in roots]
     if not found:
         return False
@@ -48,7 +49,7 @@ def is_copy(node: torch.fx.Node) -> bool:
 
 def _ends(node: torch.fx.Node) -> bool:
     """Whether a node stands at the end of a graph: its results, and what it writes to inputs."""
-    return node.op == "output" or node.target is _COPY
+    return node.op == "output" or node.target in _WRITES
 
 
 def _written(graph: torch.fx.Graph) -> list[torch.fx.Node]:
@@ -57,7 +58,7 @@ def _written(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     found = {
         node.args[0]
         for node in graph.nodes
-        if node.target is _COPY and node.meta.get("partitioner_tag") != "must_be_in_backward"
+        if node.target in _WRITES and node.meta.get("partitioner_tag") != "must_be_in_backward"
     }
     output = graph.output_node()
     written = {
@@ -69,7 +70,7 @@ def _written(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [node for node in inputs if node in found]
 
 
-def _root(node: torch.fx.Node) -> torch.fx.Node:
+def root(node: torch.fx.Node) -> torch.fx.Node:
     """The tensor whose memory a node shows."""
     while node.op == "call_function" and node.all_input_nodes:
         op = node.target
