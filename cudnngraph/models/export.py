@@ -86,6 +86,11 @@ def _exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] |
             f"{type(model).__name__}: {error}, as those of an expanded tensor are; write over a "
             "clone() of it"
         ) from error
+    except tracer.Assigns as error:
+        raise CannotImport(
+            f"{type(model).__name__} assigns to .data of a tensor, which a graph does not "
+            f"({last_line(error.line)}); go on with the new value, or write it by copy_()"
+        ) from error
     except tracer.ForwardMode as error:
         raise CannotImport(
             f"{type(model).__name__} takes forward-mode gradients in its forward (torch.func.jvp, "

@@ -70,6 +70,8 @@ _OF_MEMORY: frozenset[Any] = frozenset(
     for name in ("data_ptr", "storage", "_typed_storage", "untyped_storage")
 )
 _WRITTEN_OUT = {**SPECTRA, **COVARIANCES}
+#: What assigns to ``tensor.data``, which no op says.
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 #: What makes Python's or numpy's numbers of a tensor.
 _TO_NUMBERS: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__")
@@ -99,6 +101,14 @@ class Writes(Untraceable):
 
 class Overlaps(Untraceable):
     """It writes over elements that are one in memory: no other way to import it is right."""
+
+
+class Assigns(Untraceable):
+    """It assigns to ``data`` of a tensor that it does not hold: torch.export loses that."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__("it assigns to the data of a tensor")
+        self.line = line
 
 
 class ForwardMode(Untraceable):
@@ -311,6 +321,10 @@ class Traced:
             raise Untraceable(f"it asks for {function.__name__}")
         if function in _TO_NUMBERS and isinstance(args[0], MetaTensor):
             raise Asks(function.__name__, _line())
+        if function == _SET_DATA and isinstance(args[0], MetaTensor):
+            if id(args[0]) in self._real:
+                raise Writes(function, self._real[id(args[0])][1])
+            raise Assigns(_line())
         name = _FUNCTIONS.get(function)
         plain = not torch.is_grad_enabled() and not _casts()
         if function is torch.einsum and plain and (pair := product(*args, **kwargs)) is not None:
@@ -581,7 +595,7 @@ def trace(
     try:
         with saying(way):
             return _traced(model, args, kwargs)
-    except (Writes, Overlaps, ForwardMode, Foreign):
+    except (Writes, Overlaps, Assigns, ForwardMode, Foreign):
         raise
     except Exception as error:  # whatever it is, torch.export is to say so
         if isinstance(error, Asks) and asked is not None:
@@ -598,7 +612,7 @@ def _traced(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             traced = Traced(model, args, kwargs)
             if not guard.asked:  # else the model may have caught that there is none
                 return traced
-        except (Writes, Overlaps, Foreign):
+        except (Writes, Overlaps, Assigns, Foreign):
             raise
         except Exception:
             if not guard.asked:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import cudnngraph as cg
 from tests import numerics
 from tests.fused import compiled
 from tests.training import left_to_torch
@@ -123,3 +124,25 @@ def test_weights_that_share_memory_by_an_assignment_share_it() -> None:
     model = Tied().requires_grad_(False)
     compiled(model)(torch.randn(2, 4))
     assert model.a.weight.data_ptr() == model.b.weight.data_ptr()
+
+
+@pytest.mark.parametrize("kind", [Teacher, Renormed, Late])
+def test_fuse_refuses_what_assigns_to_a_weight(kind: type[nn.Module]) -> None:
+    """It computed with the weight before: in silence without a check."""
+    model = kind().eval()
+    name = "mean.weight" if kind is Teacher else "layer.weight"
+    with pytest.raises(cg.CannotImport, match=f"{kind.__name__} changes '{name}' in place, which"):
+        cg.fuse(model, torch.randn(3, 4), check=False)
+
+
+def test_fuse_refuses_what_assigns_to_another_tensor_with_the_line() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            y.data = y.data * 3
+            return y
+
+    says = r"Scaled assigns to \.data of a tensor, which a graph does not \(test_assigned_data.py:"
+    says += r"\d+ in forward: y\.data = y\.data \* 3\); go on with the new value"
+    with pytest.raises(cg.CannotImport, match=says):
+        cg.fuse(Scaled().eval(), torch.randn(3, 4), check=False)
