@@ -41,7 +41,15 @@ from .garbage import new_collected
 from .replay import Replayed, ReplayedBackward, Steps
 from .report import Report
 from .results import Places, results_in
-from .retrace import fits, is_known, lazily, lazy_places, retraced, strides_of_images
+from .retrace import (
+    fits,
+    is_known,
+    lazily,
+    lazy_places,
+    of_any_strides,
+    retraced,
+    strides_of_images,
+)
 
 _log = logging.getLogger(__name__)
 _numbers = count(1)
@@ -209,6 +217,7 @@ class _Compiled:
         self._effects = effects.take_out(traced)
         self._lazy = lazy_places(traced)
         self.traced, self._title = traced, title
+        self._by_torch: torch.fx.GraphModule | None = None  # where it is not ours
         self._names, self._gradients, self._shares = names, gradients, shares
         self._unread: tuple[int, ...] = ()  # results
         self._as_made: frozenset[str] = frozenset()  # images that are saved
@@ -304,7 +313,9 @@ class _Compiled:
                     self._left_to_torch(args, f"over {self._max_shapes} shapes")
                 self._forms[form] = found
             if found is None:
-                results = self._effects.split(list(self.traced(*self._as_traced(args))))
+                if self._by_torch is None:
+                    self._by_torch = of_any_strides(self.traced)
+                results = self._effects.split(list(self._by_torch(*self._as_traced(args))))
                 targets = [args[at] for at in self._written]
                 written.write(targets, results[: len(targets)], self._exchanged)
                 return results[len(self._written) :]

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..ir.spec import is_dense, overlaps_itself
+from ..ops.aten import OF_ANY_STRIDES
 from . import whole
 from .compiler import is_compiling
 
@@ -135,3 +136,13 @@ def lazily(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
     if neg and not tensor.is_neg():
         tensor = torch._neg_view(tensor.neg())
     return tensor
+
+
+def of_any_strides(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A traced graph for torch to run, whose reshapes take the strides that kernels of torch's
+    give, which are not always those of the trace."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        node.target = OF_ANY_STRIDES.get(node.target, node.target)
+    return torch.fx.GraphModule(module, graph)

@@ -30,6 +30,13 @@ _PLACES = 4
 #: Overloads that show the bits of a tensor as another dtype.
 OF_BITS = (torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype)
 
+#: Reshapes that strides may forbid, and what takes any. Kernels of torch's do not always give the
+#: strides that torch's trace says.
+OF_ANY_STRIDES: Mapping[Any, Any] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+
 #: Overloads that read or write a tensor at indices, and what their arguments for both are called;
 #: in place of a tensor, how many rows it has.
 INDEXING: Mapping[str, tuple[str, str]] = {

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ..backend.candidates import multiplies_float32
 from ..errors import CudnnGraphError, WrongResult
 from ..ir.spec import GraphSpec, overlaps_itself
-from ..ops.aten import OF_BITS
+from ..ops.aten import OF_ANY_STRIDES, OF_BITS
 from ..ops.base import LOW_PRECISION
 from ..select.tolerance import TF32_TOLERANCE, TOLERANCE, distance
 from .state import agree
@@ -355,7 +355,9 @@ class _Eager(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         found = self._known(target, args, None)
-        return super().call_function(target, args, kwargs) if found is None else list(found)
+        if found is not None:
+            return list(found)
+        return super().call_function(OF_ANY_STRIDES.get(target, target), args, kwargs)
 
 
 class _Wide(torch.fx.Interpreter):
@@ -383,6 +385,7 @@ class _Wide(torch.fx.Interpreter):
         found = self._known(target, args, self._dtype)
         if found is not None:
             return list(found)
+        target = OF_ANY_STRIDES.get(target, target)
         for dtype in () if target in OF_BITS else dict.fromkeys((self._dtype, torch.float32)):
             try:
                 return self._widened(target(*_cast(args, dtype), **_cast(kwargs, dtype)))
