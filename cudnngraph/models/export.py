@@ -315,9 +315,19 @@ def asks(trace: str) -> str:
     return f"asks for the numbers in a tensor, which a graph does not{at}; {ONE_SHAPE}"
 
 
+#: What torch says of a gradient of something that was computed without.
+_NO_GRADIENT = "does not require grad and does not have a grad_fn"
+
+
 def _export_failure(error: Exception) -> str:
     """Why torch.export gave up, in a line, and where."""
     text = str(error)
+    if _NO_GRADIENT in text:
+        where = last_line("".join(traceback.format_tb(error.__traceback__)))
+        return (
+            f"it takes gradients where torch records none, as under torch.no_grad() ({where}); "
+            "compute what they are of within torch.enable_grad()"
+        )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     where = last_line(text)

@@ -123,3 +123,16 @@ def test_forward_mode_is_refused_and_leaves_nothing_behind(by: str) -> None:
             export.by_torch(model, (x,))
     assert torch.ones(2).requires_grad_().requires_grad
     assert model(x).shape == x.shape
+
+
+def test_gradients_of_what_records_none_are_refused_with_the_mend() -> None:
+    """A model that runs in eager torch unless it is called under no_grad."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(m.l(x).tanh().sum(), x)[0]
+
+    says = r"takes gradients where torch records none, as under torch\.no_grad\(\) "
+    says += r"\(test_inner_gradients\.py:\d+ in forward: return torch\.autograd\.grad\(.*\); "
+    with pytest.raises(CannotImport, match=says + r"compute .* within torch\.enable_grad\(\)"):
+        cg.fuse(Of(forward, l=nn.Linear(3, 3)).eval(), torch.randn(2, 3))
