@@ -17,7 +17,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ..ir.spec import GraphSpec, Node, numel
+from ..ir.spec import GraphSpec, Node, aligned, is_channels_last, numel
 from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
 from ..ops.work import bytes_of
@@ -109,13 +109,21 @@ def work_of(spec: GraphSpec) -> Work | None:
 
 def is_weight_gradient(spec: GraphSpec) -> bool:
     """Whether a step is the gradient of a 16-bit convolution's weight alone, of a window that moves
-    one element at a time."""
+    one element at a time, over channels-last images whose pixels begin at aligned addresses."""
     node, *others = (node for node in spec.nodes if node.op != "constant")
     if others or node.op != "conv_wgrad" or node.attr("groups") > 1:
         return False
     ones = {*node.attr("stride"), *node.attr("dilation")} == {1}
-    read = (spec.tensors[name].dtype for name in node.operands)
-    return ones and max(node.attr("kernel")) > 1 and all(each in LOW_PRECISION for each in read)
+    return (
+        ones
+        and max(node.attr("kernel")) > 1
+        and all(
+            image.dtype in LOW_PRECISION
+            and is_channels_last(image.shape, image.stride)
+            and aligned(image.shape[1]) == image.shape[1]
+            for image in (spec.tensors[name] for name in node.operands)
+        )
+    )
 
 
 def _whole(spec: GraphSpec, nodes: Sequence[Node], elements: int) -> set[str]:

@@ -196,11 +196,17 @@ def test_a_ranking_stays_where_nothing_is_known(
     assert fastest_tile_first(before, product("row"), H200, SMS) == before
 
 
-def gradient(kernel: int = 3, dtype: torch.dtype = F16, **attrs: Any) -> cg.GraphSpec:
+def gradient(
+    kernel: int = 3,
+    dtype: torch.dtype = F16,
+    channels: tuple[int, int] = (16, 32),
+    layout: str = "channels_last",
+    **attrs: Any,
+) -> cg.GraphSpec:
     g = cg.Graph("gradient")
     side = 8 // attrs.get("stride", 1)
-    dy = g.input("dy", (2, 16, side, side), dtype, layout="channels_last")
-    x = g.input("x", (2, 32, 8, 8), dtype, layout="channels_last")
+    dy = g.input("dy", (2, channels[0], side, side), dtype, layout=layout)
+    x = g.input("x", (2, channels[1], 8, 8), dtype, layout=layout)
     g.output("dw", g.conv_wgrad(dy, x, kernel=kernel, padding=kernel // 2, **attrs))
     return g.spec()
 
@@ -219,7 +225,12 @@ def test_gradients_of_weights_take_the_newest_engine_first(modelled: None) -> No
 
 
 @pytest.mark.parametrize(
-    "other", [{"kernel": 1}, {"dtype": F32}, {"stride": 2}, {"groups": 2}], ids=str
+    "other",
+    [
+        *({"kernel": 1}, {"dtype": F32}, {"stride": 2}, {"groups": 2}, {"layout": "contiguous"}),
+        *({"channels": (18, 32)}, {"channels": (16, 36)}),
+    ],
+    ids=str,
 )
 def test_gradients_that_were_not_measured_stay(modelled: None, other: dict[str, Any]) -> None:
     before = ranked(OLD, NEW)
