@@ -219,7 +219,7 @@ LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 def unreadable(where: str, tensor: Any) -> list[Problem]:
     """Why a tensor cannot be read by its address, whatever its form and place."""
     if not issubclass(type(tensor), torch.Tensor):
-        return [Problem(where, is_a(tensor), "a torch.Tensor", as_tensor(tensor))]
+        return [Problem(where, is_a(tensor), "a torch.Tensor", tensor_mend(tensor))]
     if isinstance(tensor, LAZY):
         return [Problem(where, "is not initialized", "one of a shape", "run its module once")]
     if tensor.is_nested:
@@ -233,7 +233,7 @@ def unreadable(where: str, tensor: Any) -> list[Problem]:
     return []
 
 
-def as_tensor(value: Any) -> str:
+def tensor_mend(value: Any) -> str:
     """How a tensor is made of a value that is none; empty where nothing is known of it."""
     kind = type(value)
     return "torch.from_numpy() it" if (kind.__module__, kind.__name__) == _ARRAY else ""
@@ -374,7 +374,7 @@ def _wrong(where: str, value: Any, annotation: str) -> list[Problem]:
         made = plain(value)
     except NotPlain as reason:
         return [Problem(where, str(reason), said)]
-    if "Tensor" in kinds and (mend := as_tensor(value)):
+    if "Tensor" in kinds and (mend := tensor_mend(value)):
         return [Problem(where, is_a(value), said, mend)]
     # Of what has a form of its own nothing more is known, of a class that no plain value is one.
     others = [kind for kind in kinds if kind not in _CLASSES]

@@ -52,7 +52,7 @@ class Candidate:
 
 #: Why a plan stands before cuDNN's first one.
 PREDICTED = "its tile is predicted to take {:.2f} of the time of cuDNN's first"
-NEWER = "cuDNN's first is of an engine for older GPUs, which was slower for all such gradients"
+NEWER = "cuDNN's first is of an engine for older GPUs, which was slower wherever both were measured"
 UNRANKED = -1  #: the index of a candidate that another graph's choice names
 UNCHECKED = "its check fails: "  #: how the reason starts where that is no fault of the plan
 
@@ -161,17 +161,19 @@ def fastest_tile_first(
     if better is None:
         return told
     place, share = better
-    first = replace(told[place], why=PREDICTED.format(share))
-    return [first, *told[:place], *told[place + 1 :]]
+    return _in_front(told, place, PREDICTED.format(share))
 
 
 def _engine_first(candidates: Sequence[Candidate], engine: int | None) -> list[Candidate]:
     """The ranking with the first plan of an engine in front of all others."""
     places = (at for at, each in enumerate(candidates) if each.choice.engine == engine)
     place = next(places, 0)
-    if not place:
-        return list(candidates)
-    first = replace(candidates[place], why=NEWER)
+    return _in_front(candidates, place, NEWER) if place else list(candidates)
+
+
+def _in_front(candidates: Sequence[Candidate], place: int, why: str) -> list[Candidate]:
+    """The ranking with the plan at a place in front of all others, and the reason."""
+    first = replace(candidates[place], why=why)
     return [first, *candidates[:place], *candidates[place + 1 :]]
 
 

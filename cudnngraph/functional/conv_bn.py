@@ -170,7 +170,8 @@ def _and_update(run: Callable[[], Sequence[Tensor]], updates: Sequence[Update]) 
     return y
 
 
-_Stopped: type[Exception] = getattr(checkpoint, "_StopRecomputationError", StopIteration)
+#: What a checkpoint raises to stop; nothing where this version of torch has no such.
+_Stopped: Any = getattr(checkpoint, "_StopRecomputationError", ())
 
 
 def _itself(tensor: Tensor) -> Tensor:

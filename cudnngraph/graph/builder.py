@@ -15,10 +15,10 @@ import torch
 
 from ..arguments import (
     NotPlain,
-    as_tensor,
     is_a,
     plain,
     shown,
+    tensor_mend,
     unreadable,
 )
 from ..errors import GraphError, PolicyError, Problem
@@ -132,7 +132,7 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
             problems.append(Problem(where, "is declared twice", "a name of its own"))
         if like is not None:
             if not isinstance(like, torch.Tensor):
-                kind, mend = type(like).__name__, as_tensor(like)
+                kind, mend = type(like).__name__, tensor_mend(like)
                 problems.append(Problem(where, f"like={kind}", "a torch.Tensor", mend))
             elif found := unreadable(f"{where}, like", like):
                 problems += found

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ..arguments import NotPlain, as_tensor, expected, items, neutral, plain, wrong_kind
+from ..arguments import NotPlain, expected, items, neutral, plain, tensor_mend, wrong_kind
 from ..errors import Problem
 from ..ops.table import OPS
 from .value import Value
@@ -71,7 +71,7 @@ def _reads(method: Method) -> Method:
                     ]
                     continue
                 tensor = "torch.Tensor" in annotation
-                if not (tensor and as_tensor(value)):  # an array is named as what it is
+                if not (tensor and tensor_mend(value)):  # an array is named as what it is
                     given[name] = plain(value, (torch.Tensor,) if tensor else ())
                 found = wrong_kind("", name, given[name], annotation) if checks_kinds else []
             except NotPlain as reason:

@@ -4,7 +4,7 @@ That is the gradient of an embedding, and of what reads a table of positions. A 
 of the table and some of their columns. It asks each index whether it names one of its rows, so that
 a bit of a word stands for each index that does; then it adds up what belongs to those, and writes
 its rows. Nothing is sorted, no memory is cleared first, and no two threads add to the same number:
-the sums have the same bits each time.
+the sums have the same bits each time. Blocks of large tables have many rows: :mod:`.row_lists`.
 """
 
 from __future__ import annotations
