@@ -23,11 +23,12 @@ from .config import (
     FINAL_ROUNDS,
     FINALIST_RATIO,
     MEMORY_PLACEMENTS,
+    PLACED_ROUNDS,
     QUICK_ROUNDS,
     SPACER_BYTES,
     TRIALS_KEPT,
 )
-from .effort import COMPARING, GPU, MEASURING, Effort
+from .effort import COMPARING, GPU, IN_PLACE, MEASURING, Effort
 from .trial import GraphTrial, StepTrial
 
 
@@ -202,6 +203,7 @@ class GpuBench:
     def _times_us(self, trial: StepTrial, plans: Sequence[Plan | None], rounds: int) -> list[float]:
         launches = [trial.launch(plan) for plan in plans]
         quick = rounds == QUICK_ROUNDS
+        rounds = rounds if quick else PLACED_ROUNDS
         with self._measuring(MEASURING if quick else COMPARING):
             return measure(launches, self._stream, rounds=rounds, quick=quick)
 
@@ -217,7 +219,7 @@ class GpuBench:
             if self._chain is None or self._chain[0] is not spec:
                 self._chain = (spec, GraphTrial(spec, self._policy, self._device))
             launches = [self._chain[1].launch(steps) for steps in chains]
-            with self._measuring(COMPARING):
+            with self._measuring(IN_PLACE if alike else COMPARING):
                 if alike:
                     return measure(
                         launches, self._stream, rounds=ALIKE_ROUNDS, drop_over=ALIKE, alike=True

@@ -14,8 +14,8 @@ EVERY_S = 1.0  # at most one line about parts in so long
 
 #: What this process does or waits for, in the order in which it is told.
 RANKING, BUILDING, GPU = "waiting for rankings", "waiting for builds", "waiting for the GPU"
-MEASURING, COMPARING = "measuring", "comparing"
-KINDS = (RANKING, BUILDING, GPU, MEASURING, COMPARING)
+MEASURING, COMPARING, IN_PLACE = "measuring", "comparing", "comparing in place"
+KINDS = (RANKING, BUILDING, GPU, MEASURING, COMPARING, IN_PLACE)
 BUILT, CHECKED = "building", "checking"  # in worker processes
 
 

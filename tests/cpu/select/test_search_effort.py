@@ -290,7 +290,8 @@ def test_seconds_are_told_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     spent.seconds[effort.CHECKED] += 0.5
     assert str(spent) == (
         "3.0 s: waiting for rankings 0.0, waiting for builds 1.0, waiting for the GPU 0.0, "
-        "measuring 1.0, comparing 0.0, other 1.0; workers: building 0.0, checking 0.5 s"
+        "measuring 1.0, comparing 0.0, comparing in place 0.0, other 1.0; "
+        "workers: building 0.0, checking 0.5 s"
     )
 
 
