@@ -15,14 +15,15 @@ import torch
 from torch import nn
 
 from ..arguments import NotPlain, checked, explained, items
-from ..errors import CudnnGraphError, GraphError, Problem
+from ..errors import GraphError, Problem
 from ..functional.conv import act_options, run_conv_act
 from ..functional.conv_bn import fixed_momentum, norm_options, run_conv_norm_act
 from ..graph.pointwise import ACTIVATIONS
 from ..ops.pointwise import SOFTPLUS_THRESHOLD
 from ..policy import Policy
-from ..runtime.specialize import LastCall, check_in_place
+from ..runtime.specialize import LastCall
 from . import sync
+from .counts import Counting, counted, held
 from .hooks import has_hooks, wants_calls
 
 CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -256,26 +257,19 @@ def run_block(
     """act(bn(conv(x)) + residual) of torch's modules; with a norm by the batch's statistics or the
     running ones, as torch's batch norm decides. ``geometry`` as of :func:`act_options`."""
     kind, attrs = (None, ()) if act is None else _named(act)
-    weight, bias = _held(conv, "weight"), _held(conv, "bias")
+    weight, bias = held(conv, "weight"), held(conv, "bias")
     if bn is None:
         static = recent.static_of(act_options, geometry, kind, attrs)
         return run_conv_act(static, x, weight, bias, residual, policy, recent=recent)
-    mean, var = _held(bn, "running_mean"), _held(bn, "running_var")
-    tracks, momentum, count = bn.training and bn.track_running_stats, bn.momentum, None
-    if tracks:
-        check_in_place(type(owner).__name__)
-        count = _held(bn, "num_batches_tracked")
-        if count is not None and momentum is None:  # a cumulative average; stays on the device
-            momentum = (count + 1).to(mean.dtype).reciprocal()
+    mean, var = held(bn, "running_mean"), held(bn, "running_var")
+    tracks = bn.training and bn.track_running_stats
+    momentum, count = counted(bn, owner)
     by_batch = bn.training or (mean is None and var is None)
     kept = tracks or not bn.training
     running = (mean, var) if kept else (None, None)
-    affine = (_held(bn, "weight"), _held(bn, "bias"))
+    affine = (held(bn, "weight"), held(bn, "bias"))
     tensors = (x, weight, bias, *running, *affine, residual)
-    momentum = 0.0 if momentum is None else momentum
-    if count is not None:  # in front of the op, behind which a recomputation may stop
-        count.add_(1)
-    try:
+    with Counting((count,)):
         if (
             bn.training
             and isinstance(bn, nn.SyncBatchNorm)
@@ -287,22 +281,12 @@ def run_block(
         fixed = fixed_momentum(momentum, mean) if tracks else None
         static = recent.static_of(norm_options, geometry, kind, attrs, by_batch, bn.eps, fixed)
         return run_conv_norm_act(static, tensors, momentum, policy, recent=recent)
-    except CudnnGraphError:  # a call that was refused is not counted
-        if count is not None:
-            count.sub_(1)
-        raise
 
 
 def _named(act: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """An activation's name in a graph and its attributes, sorted."""
     kind, attrs = ACTIVATION_OF[type(act)](act)
     return kind, tuple([(name, attrs[name]) for name in sorted(attrs)])
-
-
-def _held(module: nn.Module, name: str) -> Any:
-    """A parameter or buffer, the short way: in a tenth of the time of an attribute."""
-    held = module._parameters if name in module._parameters else module._buffers
-    return held[name] if name in held else getattr(module, name)
 
 
 def _built(

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from ..arguments import checked, explained
-from ..errors import CudnnGraphError, GraphError, Problem
+from ..errors import GraphError, Problem
 from ..functional.conv_bn import Update, run_separable, stages_options
 from ..policy import Policy
-from ..runtime.specialize import check_in_place, intern_static
+from ..runtime.specialize import intern_static
 from . import sync
-from .conv import FusedConvBlock, _held, _named
+from .conv import FusedConvBlock, _named
+from .counts import Counting, counted, held
 from .hooks import wants_calls
 
 _KINDS = ((FusedConvBlock,),) * 2
@@ -138,25 +139,15 @@ class FusedDepthwiseSeparable(nn.Module):
             y = self.pointwise(y) if residual is None else self.pointwise(y, residual)
             return y
         stages = [_stage(self.depthwise), _stage(self.pointwise)]
-        norms = [block.norm for block in (self.depthwise, self.pointwise)]
-        tracked = [bn for bn in norms if bn is not None and bn.training and bn.track_running_stats]
-        held = (_held(bn, "num_batches_tracked") for bn in tracked)
-        counts = [count for count in held if count is not None]
-        for count in counts:  # in front of the op, behind which a recomputation may stop
-            count.add_(1)
-        try:
+        with Counting(count for _, _, _, count in stages):
             return run_separable(
-                intern_static(stages_options, *(options for options, _, _ in stages)),
+                intern_static(stages_options, *(options for options, _, _, _ in stages)),
                 x,
                 residual,
-                [tensors for _, tensors, _ in stages],
-                [update for _, _, update in stages if update is not None],
+                [tensors for _, tensors, _, _ in stages],
+                [update for _, _, update, _ in stages if update is not None],
                 self.policy,
             )
-        except CudnnGraphError:  # a call that was refused is not counted
-            for count in counts:
-                count.sub_(1)
-            raise
 
 
 def _is_synchronised(bn: Any) -> bool:
@@ -168,25 +159,21 @@ def _is_synchronised(bn: Any) -> bool:
 
 def _stage(
     block: FusedConvBlock,
-) -> tuple[tuple[Any, ...], tuple[Any, ...], Update | None]:
-    """A block's options, as of :func:`norm_options`, its tensors, and the running
-    statistics to update with their momentum."""
+) -> tuple[tuple[Any, ...], tuple[Any, ...], Update | None, torch.Tensor | None]:
+    """A block's options, as of :func:`norm_options`, its tensors, the running statistics to update
+    with their momentum, and the count of batches."""
     conv, bn, act = block.conv, block.norm, block.activation
     kind, attrs = (None, ()) if act is None else _named(act)
     geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)
-    weights = (_held(conv, "weight"), _held(conv, "bias"))
+    weights = (held(conv, "weight"), held(conv, "bias"))
     if bn is None:
-        return (geometry, kind, attrs, False, 0.0), (*weights, None, None, None, None), None
-    mean, var = _held(bn, "running_mean"), _held(bn, "running_var")
-    tracks, momentum = bn.training and bn.track_running_stats, bn.momentum
-    if tracks:
-        check_in_place(type(block).__name__)
-    count = _held(bn, "num_batches_tracked")
-    if tracks and count is not None and momentum is None:  # a cumulative average; on the device
-        momentum = (count + 1).to(mean.dtype).reciprocal()
+        options = (geometry, kind, attrs, False, 0.0)
+        return options, (*weights, None, None, None, None), None, None
+    mean, var = held(bn, "running_mean"), held(bn, "running_var")
+    momentum, count = counted(bn, block)
     by_batch = bn.training or (mean is None and var is None)
-    if bn.training and not tracks:
+    if bn.training and not bn.track_running_stats:
         mean = var = None
-    tensors = (*weights, mean, var, _held(bn, "weight"), _held(bn, "bias"))
+    tensors = (*weights, mean, var, held(bn, "weight"), held(bn, "bias"))
     update = (mean, var, momentum) if by_batch and mean is not None else None
-    return (geometry, kind, attrs, by_batch, bn.eps), tensors, update
+    return (geometry, kind, attrs, by_batch, bn.eps), tensors, update, count
