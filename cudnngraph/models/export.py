@@ -91,6 +91,11 @@ def _exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] |
             f"{type(model).__name__} assigns to .data of a tensor, which a graph does not "
             f"({last_line(error.line)}); go on with the new value, or write it by copy_()"
         ) from error
+    except tracer.Swaps as error:
+        raise CannotImport(
+            f"{type(model).__name__} swaps tensors (torch.utils.swap_tensors), which a graph does "
+            "not; swap them between calls, and call refresh()"
+        ) from error
     except tracer.ForwardMode as error:
         raise CannotImport(
             f"{type(model).__name__} takes forward-mode gradients in its forward (torch.func.jvp, "

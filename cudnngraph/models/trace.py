@@ -111,6 +111,10 @@ class Assigns(Untraceable):
         self.line = line
 
 
+class Swaps(Untraceable):
+    """It has two tensors change their places: torch.export gives results as if it had not."""
+
+
 class ForwardMode(Untraceable):
     """It takes forward-mode gradients: torch.export gives up too, after seconds."""
 
@@ -138,6 +142,7 @@ class MetaTensor(torch.Tensor):
     """
 
     meta: torch.Tensor
+    own_id: int  # another's behind torch.utils.swap_tensors, which exchanges attributes too
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -153,7 +158,7 @@ class MetaTensor(torch.Tensor):
             device=device,
             requires_grad=real is not None and real.requires_grad,
         )
-        made.meta = meta
+        made.meta, made.own_id = meta, id(made)
         if isinstance(real, nn.Parameter):
             made._is_param = True
         return made
@@ -208,6 +213,8 @@ class Traced:
         if self._failed:
             raise Untraceable("it catches what an op has raised")
         self.exchanged = [name for name, tensor in given.items() if state[name] is not tensor]
+        for tensor in state.values():  # as they are left, where nothing has read them since
+            self._without_memory(tensor)
         now, now_form = pytree.tree_flatten((shaped_args, shaped_kwargs))
         if now_form != form or any(a is not b for a, b in zip(now, leaves, strict=True)):
             raise Untraceable("it changes its arguments")
@@ -252,7 +259,11 @@ class Traced:
         return found
 
     def _without_memory(self, tensor: torch.Tensor) -> MetaTensor:
-        return tensor if isinstance(tensor, MetaTensor) else self._held("constant", tensor)
+        if not isinstance(tensor, MetaTensor):
+            return self._held("constant", tensor)
+        if tensor.own_id != id(tensor):
+            raise Swaps("it swaps tensors")
+        return tensor
 
     def _given(self, tensor: torch.Tensor, name: str) -> MetaTensor:
         found = self._shapes.get(id(tensor))
@@ -595,7 +606,7 @@ def trace(
     try:
         with saying(way):
             return _traced(model, args, kwargs)
-    except (Writes, Overlaps, Assigns, ForwardMode, Foreign):
+    except (Writes, Overlaps, Assigns, Swaps, ForwardMode, Foreign):
         raise
     except Exception as error:  # whatever it is, torch.export is to say so
         if isinstance(error, Asks) and asked is not None:
@@ -612,7 +623,7 @@ def _traced(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             traced = Traced(model, args, kwargs)
             if not guard.asked:  # else the model may have caught that there is none
                 return traced
-        except (Writes, Overlaps, Assigns, Foreign):
+        except (Writes, Overlaps, Assigns, Swaps, Foreign):
             raise
         except Exception:
             if not guard.asked:

@@ -1,4 +1,4 @@
-"""Models that assign to ``tensor.data``: averages of weights, weights within a norm."""
+"""Models that assign to ``tensor.data``, or swap tensors: averages of weights, norms of weights."""
 
 from __future__ import annotations
 
@@ -146,3 +146,46 @@ def test_fuse_refuses_what_assigns_to_another_tensor_with_the_line() -> None:
     says += r"\d+ in forward: y\.data = y\.data \* 3\); go on with the new value"
     with pytest.raises(cg.CannotImport, match=says):
         cg.fuse(Scaled().eval(), torch.randn(3, 4), check=False)
+
+
+class Swapped(nn.Module):
+    """Computes with the second of two weights, which is in the place of the first meanwhile."""
+
+    def __init__(self, *, back: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.back = back
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.utils.swap_tensors(self.first.weight, self.second.weight)
+        made: Tensor = self.first(x)
+        if self.back:
+            torch.utils.swap_tensors(self.first.weight, self.second.weight)
+        return made
+
+
+class SwappedLate(nn.Module):
+    """Two weights change their places when the first has been read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.first(x)
+        torch.utils.swap_tensors(self.first.weight, self.second.weight)
+        return made
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Swapped(back=True), lambda: Swapped(back=False), SwappedLate]
+)
+def test_fuse_refuses_what_swaps_tensors(make: Callable[[], nn.Module]) -> None:
+    """It computed with the tensors as they had been before: in silence without a check."""
+    model = make().eval()
+    before = copy.deepcopy(model.state_dict())
+    says = r"Swapped(Late)? swaps tensors \(torch\.utils\.swap_tensors\), which a graph does not"
+    with pytest.raises(cg.CannotImport, match=says):
+        cg.fuse(model, torch.randn(3, 4), check=False)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
