@@ -110,3 +110,68 @@ def test_statistics_that_an_instance_norm_keeps_are_written() -> None:
     torch.testing.assert_close(model.mean, own.mean)
     torch.testing.assert_close(model.variance, own.variance)
     assert own.mean.abs().max() > 0
+
+
+class Penalised(nn.Module):
+    """A critic's gradient by each image has norm one, as in WGAN-GP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Conv2d(3, 4, 3, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(4, 8, 3, 2, 1)]
+        self.net = nn.Sequential(*layers, nn.SiLU(), nn.Flatten(), nn.Linear(32, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda image: self.net(image).sum())(x)
+        return self.net(x).mean() + (slope.flatten(1).norm(dim=1) - 1).square().mean()
+
+
+class Curved(nn.Module):
+    """The residual of a differential equation of second order, at each point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.last, self.factor = nn.Linear(8, 1), nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda point: self.last(self.net(point)).sum())
+        first, second = torch.vmap(slope)(x), torch.vmap(torch.func.jacrev(slope))(x)
+        return (first[:, 1] - self.factor * second[:, 0, 0]).square().mean()
+
+
+@pytest.mark.parametrize("kind, size", [(Penalised, (4, 3, 8, 8)), (Curved, (6, 2))])
+def test_a_loss_of_gradients_by_torch_func_is_trained(
+    kind: type[nn.Module], size: tuple[int, ...]
+) -> None:
+    """Gradients of a gradient, and of one of second order, over several steps."""
+
+    def steps(model: nn.Module, run: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), []
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = run(torch.randn(size, generator=generator).to(dtype))
+            loss.backward()
+            given = [p.grad for p in model.parameters() if p.grad is not None]
+            found += [each.double() for each in (loss.detach(), *given)]
+            optimizer.step()
+        return found
+
+    torch.manual_seed(0)
+    model = kind()
+    own, wide = copy.deepcopy(model), copy.deepcopy(model).double()
+    found = steps(model, compiled(model), torch.float32)
+    assert left_to_torch() == []
+    wanted = steps(wide, wide, torch.float64)
+    numerics.no_farther_than_eager(found, steps(own, own, torch.float32), wanted, torch.float32)
+    assert all(
+        bool(mine.any()) == bool(exact.any()) for mine, exact in zip(found, wanted, strict=True)
+    )
+
+
+def test_a_gradient_of_a_compiled_model_has_no_gradient() -> None:
+    """torch.compile refuses it, by whichever backend; the documentation names the text."""
+    run, x = compiled(nn.Sequential(nn.Linear(3, 3), nn.Tanh())), image(2, 3).requires_grad_()
+    (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        slope.square().sum().backward()
