@@ -19,7 +19,8 @@ from plans_cache.record import FAMILY, Candidate, PlanRecord, StepRecord
 
 from ..backend.env import EnvKey
 from ..backend.plan import Choice, Plan, Verified
-from ..device.rules import Stage, Values
+from ..device.import_rules import Stage
+from ..device.rules import Values
 from ..device.values import known
 from ..ir.key import Key, encode
 from ..ir.spec import GraphSpec, Node, print_spec

@@ -12,78 +12,43 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
+
+from .import_rules import ANY, NO, ImportRules, Stage, measured
 
 MEASURED_ON = {90: "NVIDIA H200, cuDNN 9.19"}
 DEFAULT_CAPABILITY = 90
 SM_COUNT = 132  # of an H200, for plans that are made without a GPU
-BY_HAND = ""  # in place of a page: measured by hand; no page has the numbers
 T = TypeVar("T")
-#: Who asks a threshold that a search measures: import, rewrites, cuts, cuDNN's or torch's steps.
-Stage = Literal["import", "graph", "cut", "cudnn", "torch", ""]
-NO, ANY = 0, 1 << 62  # values of a threshold that no size, and that every size, is under
-
-
-def _measured(
-    value: Any,
-    unit: str,
-    decides: str,
-    *,
-    page: str = BY_HAND,
-    alternative: str = "",
-    stage: Stage = "",
-    others: tuple[Any, ...] = (),
-) -> Any:
-    """A field with where it comes from, and the ``others`` that a search tries for it."""
-    told = {"unit": unit, "decides": decides, "page": page, "alternative": alternative}
-    return field(default=value, metadata={**told, "stage": stage, "others": others})
 
 
 @dataclass(frozen=True)
-class DeviceRules:
+class DeviceRules(ImportRules):
     """The thresholds of one kind of GPU; the metadata of each field say what it is."""
 
-    attention_block_rows: int = _measured(
-        128,
-        "query rows",
-        "how many rows short sequences, joined into one, may have together",
-        page="h200-models.md",
-        alternative="short sequences apart",
-        stage="import",
-        others=(NO,),
-    )
-    attention_blocks_per_sm: int = _measured(
+    attention_blocks_per_sm: int = measured(
         2,
         "blocks of queries for each multiprocessor",
         "how many blocks keep a GPU busy, so that sequences may be joined into fewer",
         alternative="short sequences apart",
     )
-    attention_mask_per_query: int = _measured(
+    attention_mask_per_query: int = measured(
         4,
         "mask values for each value of q",
         "how large the mask of joined sequences may be",
         alternative="short sequences apart",
     )
-    sibling_max_multiplications: int = _measured(
-        1 << 32,
-        "multiplications of a product",
-        "how large products of one tensor are that become one (of 2.4 x 10^9: 0.65 of the time)",
-        page="h200-search.md",
-        alternative="each product by itself",
-        stage="import",
-        others=(NO, ANY),
-    )
-    sibling_max_weight_bytes: int = _measured(
+    sibling_max_weight_bytes: int = measured(
         8 << 20,
         "bytes of a weight",
         "how large the weights are that are held a second time, joined (an estimate)",
         alternative="each product by itself",
     )
-    mask_copy_min_scores: int = _measured(
+    mask_copy_min_scores: int = measured(
         1 << 23,
         "attention scores",
         "from where on a mask with odd rows is copied to aligned ones",
@@ -92,7 +57,7 @@ class DeviceRules:
         stage="graph",
         others=(NO, ANY),
     )
-    packed_by_flash: bool = _measured(
+    packed_by_flash: bool = measured(
         True,
         "yes or no",
         "whether packed attention without finite padding is torch's flash attention",
@@ -101,89 +66,7 @@ class DeviceRules:
         stage="graph",
         others=(False, True),
     )
-    group_norm_min_elements_channels_last: int = _measured(
-        1 << 19,
-        "elements of an image batch",
-        "from where on a group norm of channels-last images is a scale and a shift",
-        page="h200-residual.md",
-        alternative="torch's group norm",
-        stage="import",
-        others=(NO, ANY),
-    )
-    group_norm_min_elements_contiguous: int = _measured(
-        1 << 22,
-        "elements of an image batch",
-        "from where on a group norm of contiguous images is a scale and a shift",
-        page="h200-residual.md",
-        alternative="torch's group norm",
-        stage="import",
-        others=(NO, ANY),
-    )
-    average_by_convolution: tuple[tuple[int, ...], ...] = _measured(
-        ((3, 3),),
-        "window sizes",
-        "which average pools of 16-bit images run as depthwise convolutions",
-        page="h200-rows.md",
-        alternative="torch's pooling",
-        stage="import",
-        others=((),),
-    )
-    pads_three_channels: bool = _measured(
-        True,
-        "yes or no",
-        "whether 16-bit images of three channels get a fourth, all zero",
-        page="h200-models.md",
-        alternative="three channels",
-        stage="import",
-        others=(False, True),
-    )
-    padded_channels_min: int = _measured(
-        11,
-        "channels",
-        "how many 16-bit images between convolutions have at least, to become a multiple of 8",
-        page="h100-notes.md",
-        alternative="the channels as they are",
-        stage="import",
-        others=(2, ANY),
-    )
-    padded_product_min: int = _measured(
-        1 << 30,
-        "multiplications of a product",
-        "from how many on 16-bit products of odd rows get rows of a multiple of 8 (an estimate)",
-        alternative="the rows as they are",
-        stage="import",
-        others=(NO, ANY),
-    )
-    patches_as_channels: bool = _measured(
-        True,
-        "yes or no",
-        "whether convolutions of windows side by side read a window's columns as channels",
-        page="h200-models.md",
-        alternative="the convolution as it is",
-        stage="import",
-        others=(False, True),
-    )
-    grouped_as_dense_max_channels: int = _measured(
-        512,
-        "channels",
-        "how many a dense convolution may have that takes the place of several groups, where cuDNN "
-        "has no engine for groups of that width; 0 for none",
-        page="h200-grouped.md",
-        alternative="the groups as they are",
-        stage="import",
-        others=(0,),
-    )
-    narrow_groups: tuple[tuple[int, int, int], ...] = _measured(
-        ((7, 16, 0), (8, 32, 0), (16, 32, 4)),
-        "channels of a group at most, channels, groups",
-        "how wide narrow groups are made in training, but where their number is a multiple of the "
-        "last; none for as they are",
-        page="h200-group-widths.md",
-        alternative="the groups as they are",
-        stage="import",
-        others=((),),
-    )
-    convolution_parts_in_place: bool = _measured(
+    convolution_parts_in_place: bool = measured(
         False,
         "yes or no",
         "whether convolutions of few groups, and 16-bit ones with at most a sum and ReLU behind, "
@@ -193,7 +76,7 @@ class DeviceRules:
         stage="graph",
         others=(False, True),
     )
-    convolution_slices_in_place: bool = _measured(
+    convolution_slices_in_place: bool = measured(
         False,
         "yes or no",
         "whether 16-bit convolutions read some channels of an image where they lie, which cuDNN "
@@ -203,43 +86,26 @@ class DeviceRules:
         stage="graph",
         others=(False, True),
     )
-    long_window_min: int = _measured(
-        33,
-        "steps of a window",
-        "from how long on a convolution of sequences is a product of blocks of steps: cuDNN's "
-        "engines (9.19) with tensor cores that fuse end at 32 (listed, not timed)",
-        alternative="the convolution as it is",
-        stage="import",
-        others=(ANY,),
-    )
-    sum_as_matmul_min_side: int = _measured(
-        8,
-        "rows, columns or terms",
-        "from how many of each on a sum of a product that is written out is a matmul (an estimate)",
-        alternative="the product and its sum",
-        stage="import",
-        others=(ANY,),
-    )
-    tensor_cores_min_products: int = _measured(
+    tensor_cores_min_products: int = measured(
         64,
         "elements of a window and its channels",
         "from how many on 16-bit convolutions try plans with tensor cores first (an estimate)",
         alternative="cuDNN's order",
     )
-    tensor_cores_min_results: int = _measured(
+    tensor_cores_min_results: int = measured(
         32,
         "channels of a result",
         "the same for the channels of the result (an estimate)",
         alternative="cuDNN's order",
     )
-    scalar_ops_apart: int = _measured(
+    scalar_ops_apart: int = measured(
         3,
         "pointwise ops on scalars and vectors",
         "from how many on they are a plan of their own",
         alternative="one plan",
         stage="cut",
     )
-    scalar_elements_apart: int = _measured(
+    scalar_elements_apart: int = measured(
         1 << 25,
         "elements of the largest result",
         "from where on ops on scalars and vectors are a plan of their own "
@@ -247,7 +113,7 @@ class DeviceRules:
         alternative="one plan",
         stage="cut",
     )
-    epilogue_behind_depthwise: bool = _measured(
+    epilogue_behind_depthwise: bool = measured(
         False,
         "yes or no",
         "whether pointwise ops join the plan of a depthwise convolution",
@@ -255,7 +121,7 @@ class DeviceRules:
         alternative="one plan",
         stage="cut",
     )
-    epilogue_behind_overlapping_transpose: bool = _measured(
+    epilogue_behind_overlapping_transpose: bool = measured(
         False,
         "yes or no",
         "whether pointwise ops join a strided transposed convolution whose taps overlap",
@@ -263,21 +129,21 @@ class DeviceRules:
         alternative="one plan",
         stage="cut",
     )
-    product_epilogue_us_per_gflop: float = _measured(
+    product_epilogue_us_per_gflop: float = measured(
         0.2,
         "microseconds for each 10^9 operations",
         "what a 16-bit product loses in a plan that is compiled at run time for its epilogue",
         page="h200-products.md",
         alternative="one plan",
     )
-    product_residual_us_per_gflop: float = _measured(
+    product_residual_us_per_gflop: float = measured(
         0.8,
         "microseconds for each 10^9 operations",
         "the same where the epilogue reads a tensor as large as its result",
         page="h200-products.md",
         alternative="one plan",
     )
-    product_start_us: float = _measured(
+    product_start_us: float = measured(
         10.0,
         "microseconds",
         "what a 16-bit product of cuBLASLt's takes longer than such a plan, but for its operations "
@@ -285,7 +151,7 @@ class DeviceRules:
         page="h200-products.md",
         alternative="one plan",
     )
-    product_row_bytes: int = _measured(
+    product_row_bytes: int = measured(
         16,
         "bytes",
         "at what multiples the rows of a 16-bit product begin for cuBLASLt's fast kernels: with "
@@ -293,7 +159,7 @@ class DeviceRules:
         page="h200-search.md",
         alternative="one plan",
     )
-    sigmoid_us_per_million: float = _measured(
+    sigmoid_us_per_million: float = measured(
         3.2,
         "microseconds for each 10^6 elements of the result",
         "what a sigmoid costs a product or a convolution in its plan (CLIP's products 3.2 and 4.0, "
@@ -301,7 +167,7 @@ class DeviceRules:
         page="h200-epilogues.md",
         alternative="one plan",
     )
-    sigmoid_short_depth: int = _measured(
+    sigmoid_short_depth: int = measured(
         32,
         "channels",
         "up to how many are summed up by convolutions that lose `sigmoid_short_us`: gates of "
@@ -309,35 +175,35 @@ class DeviceRules:
         page="h200-epilogues.md",
         alternative="one plan",
     )
-    sigmoid_short_us: float = _measured(
+    sigmoid_short_us: float = measured(
         3.5,
         "microseconds",
         "what a sigmoid costs them, however small they are",
         page="h200-epilogues.md",
         alternative="one plan",
     )
-    kernel_bytes_per_us: int = _measured(
+    kernel_bytes_per_us: int = measured(
         5_000_000,
         "bytes for each microsecond",
         "how much a generated kernel behind a product moves",
         page="h200-products.md",
         alternative="one plan",
     )
-    kernel_launch_us: float = _measured(
+    kernel_launch_us: float = measured(
         1.5,
         "microseconds",
         "what one more kernel takes that moves nothing",
         page="h200-products.md",
         alternative="one plan",
     )
-    rms_norm_by_matmul_max_row: int = _measured(
+    rms_norm_by_matmul_max_row: int = measured(
         128,
         "values of a row",
         "the longest row whose sum of squares a matmul may compute",
         page="h200-rows.md",
         alternative="cuDNN's norm",
     )
-    rms_norm_by_matmul_faster_row: int = _measured(
+    rms_norm_by_matmul_faster_row: int = measured(
         32,
         "values of a row",
         "the longest row whose sum of squares a matmul computes faster than cuDNN's norm",
@@ -346,20 +212,20 @@ class DeviceRules:
         stage="cudnn",
         others=(NO, ANY),
     )
-    pointwise_min_row: int = _measured(
+    pointwise_min_row: int = measured(
         32,
         "elements",
         "the shortest row that a flat pointwise graph is cut into",
         alternative="one long row",
     )
-    pointwise_max_row: int = _measured(
+    pointwise_max_row: int = measured(
         1024,
         "elements",
         "the longest row that a flat pointwise graph is cut into",
         page="h200-selection.md",
         alternative="one long row",
     )
-    gelu_by_tanh_behind_matmul: bool = _measured(
+    gelu_by_tanh_behind_matmul: bool = measured(
         True,
         "yes or no",
         "whether gelu behind a 16-bit matmul or convolution is computed by tanh, not erf",
@@ -368,7 +234,7 @@ class DeviceRules:
         stage="cudnn",
         others=(False, True),
     )
-    reduction_max_parts: int = _measured(
+    reduction_max_parts: int = measured(
         64,
         "parts of each channel",
         "into how many short reductions torch's mean and deviation of images are cut",
@@ -376,19 +242,19 @@ class DeviceRules:
         stage="torch",
         others=(1,),
     )
-    reduction_min_rows: int = _measured(
+    reduction_min_rows: int = measured(
         8,
         "pixels of a part",
         "the fewest pixels of one of these reductions",
         alternative="one reduction for each channel",
     )
-    resize_by_matmul_max_dim: int = _measured(
+    resize_by_matmul_max_dim: int = measured(
         512,
         "elements of a dim",
         "the longest dim that linear interpolation enlarges by a matmul",
         alternative="torch's interpolation",
     )
-    resize_by_matmul_min_elements: int = _measured(
+    resize_by_matmul_min_elements: int = measured(
         1 << 20,
         "elements of the result",
         "from where on linear interpolation is two matmuls, which take longer below",
@@ -396,58 +262,58 @@ class DeviceRules:
         stage="torch",
         others=(NO, ANY),
     )
-    tile_min_side: int = _measured(
+    tile_min_side: int = measured(
         3,
         "elements along a dim",
         "the shortest dim that a generated kernel turns through shared memory (an estimate)",
         alternative="kernels of rows",
     )
-    tile_min_elements: int = _measured(
+    tile_min_elements: int = measured(
         1 << 10,
         "elements of two dims",
         "from where on generated kernels turn two dims through shared memory (an estimate)",
         alternative="kernels of rows",
     )
-    tile_max_bytes: int = _measured(
+    tile_max_bytes: int = measured(
         16,
         "times the bytes of the other layout",
         "how much a kernel may read and write that runs in tiles (an estimate)",
         alternative="kernels of rows",
     )
-    kernel_blocks_per_sm: int = _measured(
+    kernel_blocks_per_sm: int = measured(
         4,
         "blocks for each multiprocessor",
         "into how many a generated kernel shares out a reduction (an estimate)",
         alternative="twice or half as many",
     )
-    kernel_columns: int = _measured(
+    kernel_columns: int = measured(
         16,
         "vectors side by side",
         "how wide blocks are that go down columns",
         page="h200-reductions.md",
         alternative="wider or narrower blocks",
     )
-    kernel_loads_ahead: int = _measured(
+    kernel_loads_ahead: int = measured(
         8,
         "loads of a thread",
         "how many a thread begins of its chunk before it waits for the first (an estimate)",
         alternative="more threads of a block",
     )
-    kernel_steps_untested: bool = _measured(
+    kernel_steps_untested: bool = measured(
         True,
         "yes or no",
         "whether a loop that reads ahead goes through whole groups of steps without a test of each "
         "(an estimate)",
         alternative="a test of each step",
     )
-    kernel_partials_again_bytes: int = _measured(
+    kernel_partials_again_bytes: int = measured(
         10 << 20,
         "bytes",
         "how much blocks may read of partial results to put them together each for itself: what "
         "the L2 cache gives in the time of a launch (an estimate)",
         alternative="a launch that puts them together",
     )
-    kernel_min_width_bytes: int = _measured(
+    kernel_min_width_bytes: int = measured(
         128,
         "bytes side by side",
         "how narrow blocks may be that go down columns, so that they have fewer partial results to "
@@ -455,7 +321,7 @@ class DeviceRules:
         page="h200-reductions.md",
         alternative="a launch that puts them together",
     )
-    kernel_columns_with_rows: bool = _measured(
+    kernel_columns_with_rows: bool = measured(
         True,
         "yes or no",
         "whether a generated kernel reduces columns in the pass that reduces rows: gradients of "
@@ -463,47 +329,47 @@ class DeviceRules:
         page="h200-reductions.md",
         alternative="a pass of each",
     )
-    kernel_cluster_blocks: int = _measured(
+    kernel_cluster_blocks: int = measured(
         8,
         "blocks",
         "how many may be a cluster that reads what it reduces and writes only once (an estimate)",
         alternative="two launches",
     )
-    kernel_long_row: int = _measured(
+    kernel_long_row: int = measured(
         1 << 15,
         "elements of a row",
         "from where on a generated kernel shares out rows that are fewer than multiprocessors "
         "(an estimate)",
         alternative="one block for each row",
     )
-    kernel_rows_online: bool = _measured(
+    kernel_rows_online: bool = measured(
         True,
         "yes or no",
         "whether the largest element of a long row and the sum of powers are found in one pass",
         page="h200-reductions.md",
         alternative="a pass for each",
     )
-    kernel_rows_in_memory_form: bool = _measured(
+    kernel_rows_in_memory_form: bool = measured(
         True,
         "yes or no",
         "whether threads keep long rows of 16 bits in registers as memory has them (an estimate)",
         alternative="long rows are read again in every pass",
     )
-    kernel_rows_aligned: bool = _measured(
+    kernel_rows_aligned: bool = measured(
         True,
         "yes or no",
         "whether long rows that start at odd elements are read as vectors, but for their ends",
         page="h200-reductions.md",
         alternative="element by element",
     )
-    kernel_once_threads: int = _measured(
+    kernel_once_threads: int = measured(
         512,
         "threads of a block",
         "how many share a long row that is read once",
         page="h200-reductions.md",
         alternative="other numbers of threads for a row",
     )
-    kernel_again_threads: int = _measured(
+    kernel_again_threads: int = measured(
         1024,
         "threads of a block",
         "how many share a long row that is read more than once, so that the cache holds the rows "
@@ -511,56 +377,56 @@ class DeviceRules:
         page="h200-reductions.md",
         alternative="other numbers of threads for a row",
     )
-    kernel_row_elements: int = _measured(
+    kernel_row_elements: int = measured(
         4,
         "elements of a row",
         "how many one thread of a generated kernel has before more threads share a short row "
         "(an estimate)",
         alternative="other numbers of threads for a row",
     )
-    kernel_min_run_bytes: int = _measured(
+    kernel_min_run_bytes: int = measured(
         16,
         "bytes side by side",
         "how much of a row has to lie together for a generated kernel of rows (an estimate)",
         alternative="a kernel that goes down columns",
     )
-    window_most_reads: int = _measured(
+    window_most_reads: int = measured(
         256,
         "elements that are read for one",
         "how large the windows of a generated kernel may be (an estimate)",
         alternative="torch's pooling or interpolation",
     )
-    window_most_again: int = _measured(
+    window_most_again: int = measured(
         32,
         "pointwise ops for each element",
         "how much a kernel of windows may compute again that lie over each other (an estimate)",
         alternative="two kernels",
     )
-    depthwise_wait_blocks: int = _measured(
+    depthwise_wait_blocks: int = measured(
         2,
         "blocks of a multiprocessor",
         "how many more would hide how long a depthwise kernel waits for memory",
         alternative="strips of other sizes",
     )
-    depthwise_sums_wait_blocks: int = _measured(
+    depthwise_sums_wait_blocks: int = measured(
         1,
         "blocks of a multiprocessor",
         "the same for a kernel of the gradient of a depthwise weight",
         alternative="tiles of other sizes",
     )
-    depthwise_sums_even: int = _measured(
+    depthwise_sums_even: int = measured(
         90,
         "percent of all multiprocessors' places for blocks",
         "how many a kernel of the gradient of a depthwise weight has to fill (an estimate)",
         alternative="one, two or four times the blocks",
     )
-    depthwise_sums_most_waves: int = _measured(
+    depthwise_sums_most_waves: int = measured(
         4,
         "waves of blocks",
         "by how many such a kernel may give all multiprocessors as many (an estimate)",
         alternative="one, two or four times the blocks",
     )
-    kernel_region_blocks_per_sm: int = _measured(
+    kernel_region_blocks_per_sm: int = measured(
         4,
         "blocks for each multiprocessor",
         "how many each of several regions of a kernel may have: an AdamW of 150 tensors takes "
@@ -568,7 +434,7 @@ class DeviceRules:
         page="h100-updates.md",
         alternative="four times as many",
     )
-    patch_most_instructions: int = _measured(
+    patch_most_instructions: int = measured(
         3072,
         "instructions of a thread",
         "how long a kernel of a pool's gradient may be before it waits for its own text "

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from .rules import ANY, DeviceRules, Stage, Values
+from .import_rules import ANY, Stage
+from .rules import DeviceRules, Values
 
 
 def told(values: Values) -> str:

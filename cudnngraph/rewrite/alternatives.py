@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from ..device.rules import Stage, Values, following, noting, others, rules
+from ..device.import_rules import Stage
+from ..device.rules import Values, following, noting, others, rules
 from ..ir.spec import GraphSpec
 from ..ops.base import LOW_PRECISION
 from ..partition.analysis import compute_nodes

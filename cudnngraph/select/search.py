@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from ..backend.candidates import UNRANKED, Candidate
 from ..backend.plan import KERNEL, Choice, Plan
-from ..device.rules import Stage
+from ..device.import_rules import Stage
 from ..device.timing import HEAVY_US
 from ..errors import NotSupported
 from ..executor.linear import runs_whole

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..backend.candidates import Candidate
 from ..backend.plan import KERNEL, Choice, Plan
-from ..device.rules import Stage
+from ..device.import_rules import Stage
 from ..ir.spec import GraphSpec
 from ..rewrite.annotate import marks
 from .config import TIE_RATIO

@@ -26,7 +26,7 @@ from h200_masks import write
 import cudnngraph as cg
 from cudnngraph.bench.measure import kernels_of
 from cudnngraph.device import rules
-from cudnngraph.device.rules import ANY
+from cudnngraph.device.import_rules import ANY
 from cudnngraph.settings import override
 
 Call = Callable[[], object]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...device.rules import ANY, rules
+from ...device.import_rules import ANY
+from ...device.rules import rules
 from ...graph.value import Value
 from ...ir.spec import (
     is_channels_last,

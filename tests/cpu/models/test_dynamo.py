@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph.device.rules import NO, following
+from cudnngraph.device.import_rules import NO
+from cudnngraph.device.rules import following
 from cudnngraph.errors import CannotImport
 from cudnngraph.models import dynamo
 from cudnngraph.models.convert import convert

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cudnngraph.device.rules import ANY, following
+from cudnngraph.device.import_rules import ANY
+from cudnngraph.device.rules import following
 from cudnngraph.models import bound as bindings
 from cudnngraph.models import export
 from cudnngraph.models.convert import Imported, convert

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cudnngraph.device.rules import ANY, NO, following
+from cudnngraph.device.import_rules import ANY, NO
+from cudnngraph.device.rules import following
 from cudnngraph.models import bound as bindings
 from cudnngraph.models import export
 from cudnngraph.models.convert import Imported, convert

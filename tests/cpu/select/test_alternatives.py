@@ -19,7 +19,8 @@ from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Choice
 from cudnngraph.cache.codec import StaleRecord, instead_of, legal_of, steps_of, to_record
 from cudnngraph.device import rules
-from cudnngraph.device.rules import ANY, NO, DeviceRules, following, others
+from cudnngraph.device.import_rules import ANY, NO
+from cudnngraph.device.rules import DeviceRules, following, others
 from cudnngraph.ir import wire
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.key import graph_key, step_digest
