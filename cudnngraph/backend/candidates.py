@@ -52,7 +52,9 @@ class Candidate:
 
 #: Why a plan stands before cuDNN's first one.
 PREDICTED = "its tile is predicted to take {:.2f} of the time of cuDNN's first"
-NEWER = "cuDNN's first is of an engine for older GPUs, which was slower wherever both were measured"
+FASTER = (
+    "cuDNN's first is of an engine for older GPUs, which was slower wherever both were measured"
+)
 UNRANKED = -1  #: the index of a candidate that another graph's choice names
 UNCHECKED = "its check fails: "  #: how the reason starts where that is no fault of the plan
 
@@ -141,15 +143,15 @@ def fastest_tile_first(
 ) -> list[Candidate]:
     """The ranking for ``spec`` on GPUs of ``capability`` (90 for 9.0) with ``sms`` multiprocessors,
     that plan first which :mod:`~cudnngraph.backend.tiles` predicts to take less than cuDNN's first,
-    or, of a gradient of a weight, the first one of the newest engine.
+    or, of a gradient of a weight, that which was faster wherever it was measured.
     """
     model = tiles.model_for(env.cudnn_version(), capability)
     if model is None:
         return list(candidates)
     work = tiles.work_of(spec)
     if work is None:
-        newest = model.weight_gradients if tiles.is_weight_gradient(spec) else None
-        return _engine_first(candidates, newest)
+        place = model.gradient_first(spec, [each.choice for each in candidates])
+        return _in_front(candidates, place, FASTER) if place else list(candidates)
     choices = [each.choice for each in candidates]
     us = [model.us(work, choice, sms) for choice in choices]
     least = min((each for each in us if each), default=0.0)
@@ -162,13 +164,6 @@ def fastest_tile_first(
         return told
     place, share = better
     return _in_front(told, place, PREDICTED.format(share))
-
-
-def _engine_first(candidates: Sequence[Candidate], engine: int | None) -> list[Candidate]:
-    """The ranking with the first plan of an engine in front of all others."""
-    places = (at for at, each in enumerate(candidates) if each.choice.engine == engine)
-    place = next(places, 0)
-    return _in_front(candidates, place, NEWER) if place else list(candidates)
 
 
 def _in_front(candidates: Sequence[Candidate], place: int, why: str) -> list[Candidate]:

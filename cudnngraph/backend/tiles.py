@@ -107,23 +107,17 @@ def work_of(spec: GraphSpec) -> Work | None:
     )
 
 
-def is_weight_gradient(spec: GraphSpec) -> bool:
-    """Whether a step is the gradient of a 16-bit convolution's weight alone, of a window that moves
-    one element at a time, over channels-last images whose pixels begin at aligned addresses."""
+def gradient_of_weight(spec: GraphSpec) -> Node | None:
+    """The node of a step that is the gradient of a 16-bit convolution's weight alone, of a window,
+    over channels-last images; else None."""
     node, *others = (node for node in spec.nodes if node.op != "constant")
     if others or node.op != "conv_wgrad" or node.attr("groups") > 1:
-        return False
-    ones = {*node.attr("stride"), *node.attr("dilation")} == {1}
-    return (
-        ones
-        and max(node.attr("kernel")) > 1
-        and all(
-            image.dtype in LOW_PRECISION
-            and is_channels_last(image.shape, image.stride)
-            and aligned(image.shape[1]) == image.shape[1]
-            for image in (spec.tensors[name] for name in node.operands)
-        )
-    )
+        return None
+    images = [spec.tensors[name] for name in node.operands]
+    last = all(is_channels_last(image.shape, image.stride) for image in images)
+    if not last or any(image.dtype not in LOW_PRECISION for image in images):
+        return None
+    return node if max(node.attr("kernel")) > 1 and {*node.attr("dilation")} == {1} else None
 
 
 def _whole(spec: GraphSpec, nodes: Sequence[Node], elements: int) -> set[str]:
@@ -169,8 +163,10 @@ class Model:
         largest_error: of a tile that may be taken in place of cuDNN's first.
         gain: a tile is taken if it is predicted to take at most so much of the first one's time.
         weight_gradients: the engine of this capability for gradients of weights with windows, whose
-            plans were faster wherever cuDNN ranks those of older engines first; None if none is
-            known.
+            plans were faster wherever cuDNN ranks those of older engines first and images have more
+            channels than ``few``; None if none is known.
+        few: channels of an image.
+        of_few: the plan that was the fastest for gradients of weights with no more.
     """
 
     cudnn: int
@@ -179,6 +175,8 @@ class Model:
     largest_error: float
     gain: float
     weight_gradients: int | None = None
+    few: int = 0
+    of_few: Choice | None = None
 
     def us(self, work: Work, choice: Choice, sms: int) -> float | None:
         """The microseconds that a plan is predicted to take, None if its tile is not known."""
@@ -205,6 +203,20 @@ class Model:
         place = min(shares, key=lambda each: shares[each], default=0)
         return (place, shares[place]) if place and shares[place] <= self.gain else None
 
+    def gradient_first(self, spec: GraphSpec, choices: Sequence[Choice]) -> int:
+        """The place of the plan to be tried first for a gradient of a weight; 0 for cuDNN's first,
+        and for other steps."""
+        newest, node = self.weight_gradients, gradient_of_weight(spec)
+        if node is None or newest is None or not choices or choices[0].engine == newest:
+            return 0
+        channels = [spec.tensors[name].shape[1] for name in node.operands]
+        if channels[1] <= self.few:
+            places = (at for at, each in enumerate(choices) if each == self.of_few)
+            return next(places, 0)
+        if {*node.attr("stride")} != {1} or any(aligned(each) != each for each in channels):
+            return 0
+        return next((at for at, each in enumerate(choices) if each.engine == newest), 0)
+
 
 @cache
 def _model() -> Model:
@@ -219,8 +231,10 @@ def model_of(data: Mapping[str, Any]) -> Model:
         shape, cluster, us, error = rest
         choice = Choice(engine, tuple((name, value) for name, value in knobs))
         tiles[choice] = Tile(tuple(shape), tuple(cluster), tuple(us), error)
-    named = (data[name] for name in ("largest_error", "gain", "weight_gradients"))
-    return Model(data["cudnn"], data["capability"], tiles, *named)
+    named = {name: data[name] for name in ("largest_error", "gain", "weight_gradients", "few")}
+    engine, knobs = data["of_few"]
+    of_few = Choice(engine, tuple((name, value) for name, value in knobs))
+    return Model(data["cudnn"], data["capability"], tiles, **named, of_few=of_few)
 
 
 def model_for(cudnn: int, capability: int) -> Model | None:

@@ -33,6 +33,7 @@ LEAST_SIZES = 8  # of a tile that is fitted
 LARGEST_ERROR = 0.13  # of a tile that is taken in place of another
 GAIN = 0.95
 WEIGHT_GRADIENTS = 65  # by h200-plain-tiles.json: h200-tiles.md
+FEW, OF_FEW = 16, (49, (("NOT_SET", 3), ("STAGES", 5), ("TILE_SIZE", 7)))  # by h200-stems.md
 PARTS = 6
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 #: The shapes of tiles by the names of their kernels (9.19); engine 4 is of compute capability 9.0,
@@ -185,7 +186,7 @@ def main() -> None:
         lines = ",\n".join("  " + json.dumps(each) for each in listed)
         told = {"gpu": head["gpu"], "cudnn": head["cudnn"], "capability": head["capability"]}
         told |= {"largest_error": LARGEST_ERROR, "gain": GAIN}
-        told |= {"weight_gradients": WEIGHT_GRADIENTS}
+        told |= {"weight_gradients": WEIGHT_GRADIENTS, "few": FEW, "of_few": OF_FEW}
         text = json.dumps(told)[:-1] + f', "tiles": [\n{lines}\n]}}\n'
         (Path(tiles.__file__).parent / "tiles.json").write_text(text)
 

@@ -119,6 +119,9 @@ def test_terms_grow_by_waves_of_whole_clusters() -> None:
     assert few == [1, 18, 18, 1, 1, 2, 3, 0.5, 18, 1]
 
 
+FEW = Choice(49, (("NOT_SET", 3), ("STAGES", 5), ("TILE_SIZE", 7)))
+
+
 def choice(number: int, engine: int = 4) -> Choice:
     return Choice(engine, (("KERNEL_CFG", number),))
 
@@ -131,7 +134,9 @@ def model(**changed: Any) -> Model:
     known = {choice(1): tile(10.0), choice(2): tile(8.0), choice(3): tile(5.0, error=0.2)}
     known[choice(4)] = tile(9.7)
     given: dict[str, Any] = {"cudnn": V919, "capability": H200, "tiles": known}
-    return Model(**{**given, "largest_error": 0.1, "gain": 0.95, "weight_gradients": 65, **changed})
+    given |= {"largest_error": 0.1, "gain": 0.95}
+    given |= {"weight_gradients": 65, "few": 16, "of_few": FEW}
+    return Model(**{**given, **changed})
 
 
 WORK = Work(1000, 200, 100, 1, 0, 0, 0, 0.5)
@@ -219,7 +224,7 @@ def test_gradients_of_weights_take_the_newest_engine_first(modelled: None) -> No
     before = ranked(OLD, NEW, OTHER)
     after = fastest_tile_first(before, gradient(), H200, SMS)
     assert [each.index for each in after] == [1, 0, 2]
-    assert [each.why for each in after] == [candidates.NEWER, "", ""]
+    assert [each.why for each in after] == [candidates.FASTER, "", ""]
     for known in (ranked(NEW, OLD), ranked(OLD)):
         assert fastest_tile_first(known, gradient(), H200, SMS) == known
 
@@ -236,6 +241,18 @@ def test_gradients_that_were_not_measured_stay(modelled: None, other: dict[str, 
     before = ranked(OLD, NEW)
     assert fastest_tile_first(before, gradient(**other), H200, SMS) == before
     assert fastest_tile_first(before, gradient(), 100, SMS) == before
+
+
+@pytest.mark.parametrize("how", [{"kernel": 7, "stride": 2}, {"channels": (24, 3)}, {}], ids=str)
+def test_gradients_of_few_channels_take_the_plan_that_was_fastest(
+    modelled: None, how: dict[str, Any]
+) -> None:
+    spec = gradient(**{"channels": (16, 4), **how})
+    after = fastest_tile_first(ranked(OLD, NEW, FEW), spec, H200, SMS)
+    assert [each.index for each in after] == [2, 0, 1]
+    assert [each.why for each in after] == [candidates.FASTER, "", ""]
+    for known in (ranked(NEW, FEW), ranked(OLD, NEW)):
+        assert fastest_tile_first(known, spec, H200, SMS) == known
 
 
 def test_engines_of_older_gpus_took_twice_as_long_for_gradients_of_weights() -> None:
