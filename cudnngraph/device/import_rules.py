@@ -84,6 +84,16 @@ class ImportRules:
         stage="import",
         others=(False, True),
     )
+    pixels_as_channels_min_window: int = measured(
+        5,
+        "rows and columns of a window",
+        "from how many on a bfloat16 convolution of at most four channels that moves two pixels or "
+        "more reads these as channels (ResNet-50's first: 171 us in place of 443)",
+        page="h200-stems.md",
+        alternative="the convolution as it is",
+        stage="import",
+        others=(2, ANY),
+    )
     padded_channels_min: int = measured(
         11,
         "channels",

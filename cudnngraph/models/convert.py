@@ -257,7 +257,7 @@ class Importer:
 
     def _wants_padding(self, node: torch.fx.Node, seen: torch.Tensor) -> bool:
         """Whether to give an image of three channels a fourth, all zero
-        (:attr:`DeviceRules.pads_three_channels`)."""
+        (:attr:`DeviceRules.pads_three_channels`). In bfloat16 no engine is the faster for it."""
         return (
             self.on_gpu
             and not self.keep_strides  # the caller's tensor is read as it is
@@ -267,6 +267,7 @@ class Importer:
             and seen.dtype in LOW_PRECISION
             and bool(self._convolutions(node))
             and all(self._convolves(user, node) for user in self._convolutions(node))
+            and (seen.dtype == torch.float16 or self._side_by_side(node, seen.shape[3]) > 1)
         )
 
     def _convolutions(self, image: torch.fx.Node) -> list[torch.fx.Node]:

@@ -16,6 +16,7 @@ from .affine import following_affine, following_norm
 from .base import Arguments, Rule, Skip, spread
 from .conv_forms import by_channels, by_dense_values, by_other_ops, laid_out
 from .norm import Norm
+from .pixel_blocks import by_blocks
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -60,6 +61,10 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
         y = by_other_ops(c, x, weight, bias, options)
     elif not transposed and not isinstance(weight, torch.Tensor):
         y = by_dense_values(c, x, c.value(weight), options)
+        y = None if y is None else _biased(c, y, bias)
+    if y is None and not transposed:
+        held = weight if isinstance(weight, torch.Tensor) else c.value(weight)
+        y = by_blocks(c, x, held, options)
         y = None if y is None else _biased(c, y, bias)
     if y is None:
         if isinstance(weight, torch.Tensor):

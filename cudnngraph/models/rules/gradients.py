@@ -12,6 +12,7 @@ from ...ops.base import FLOATS
 from .base import Arguments, Rule, Skip, spread
 from .conv_forms import gradients_by_dense_values
 from .norm import as_kept, norm_weight, takes_group_norm, widened
+from .pixel_blocks import weight_gradient_by_blocks
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -103,11 +104,11 @@ def _convolution_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
     dense = gradients_by_dense_values(c, dy, x, weight, extra, geometry, wanted)
     if dense is not None:
         return (*dense, of_biases)
-    return (
-        c.g.conv_transpose(dy, weight, output_padding=extra, **geometry) if of_x else None,
-        c.g.conv_wgrad(dy, x, kernel=kernel, **geometry) if of_weight else None,
-        of_biases,
-    )
+    of_weights = weight_gradient_by_blocks(c, dy, x, weight, geometry) if of_weight else None
+    if of_weight and of_weights is None:
+        of_weights = c.g.conv_wgrad(dy, x, kernel=kernel, **geometry)
+    of_images = c.g.conv_transpose(dy, weight, output_padding=extra, **geometry) if of_x else None
+    return of_images, of_weights, of_biases
 
 
 def _layer_norm_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
