@@ -37,12 +37,13 @@ from .aliases import Aliases
 from .compiler import COMPILER, aside, is_there, saying
 from .covariances import COVARIANCES
 from .known_forms import KnownForms, mapped
+from .picked import SIZES, Picks, Unpicked
 from .python_calls import as_declared, interpolation, product
 from .spectra import SPECTRA
 
 _aten: Any = torch.ops.aten
 _log = logging.getLogger(__name__)
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 
 #: Ops that are one node each, though torch makes them of others.
 ATOMIC = frozenset(
@@ -185,6 +186,7 @@ class Traced:
         self._shapes: dict[int, MetaTensor] = {}  # of what has memory, by its id
         self._real: dict[int, tuple[str, torch.Tensor]] = {}  # what stands for a constant
         self._known = KnownForms()
+        self._picks = Picks(self._new, self._operand, self._empty, _line)
         self._alive: list[torch.Tensor] = []  # so that no other gets the id of one
         self._failed = False
         self._draws: list[torch.fx.Node] = []  # random numbers
@@ -265,6 +267,13 @@ class Traced:
             raise Swaps("it swaps tensors")
         return tensor
 
+    def _empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> MetaTensor:
+        """A tensor without memory that no node is."""
+        with _no_modes():
+            meta = torch.empty(shape, dtype=like.dtype, device="meta")
+            self._alive.append(made := MetaTensor(meta, like.device))
+        return made
+
     def _given(self, tensor: torch.Tensor, name: str) -> MetaTensor:
         found = self._shapes.get(id(tensor))
         if id(found) in self._real:
@@ -287,6 +296,8 @@ class Traced:
         tensor = self._without_memory(tensor)
         if tensor in self._aliases:
             return self._aliases.node(tensor)
+        if tensor in self._picks:
+            raise self._picks.refused("what a mask picks is wanted as it is")
         if id(tensor) not in self._real:
             raise Untraceable("a tensor comes from nowhere")
         name, real = self._real[id(tensor)]
@@ -328,6 +339,8 @@ class Traced:
 
     def called(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Record a call from Python: an op of :data:`ATOMIC`, or more calls."""
+        if function in SIZES and args and args[0] in self._picks:
+            raise self._picks.refused(f"{function.__name__} of what a mask picks")
         if function in _OF_MEMORY:
             raise Untraceable(f"it asks for {function.__name__}")
         if function in _TO_NUMBERS and isinstance(args[0], MetaTensor):
@@ -376,6 +389,9 @@ class Traced:
             return self._without_memory(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
         args, kwargs = mapped(operand, (args, kwargs))
+        picked = self._picks.op(op, args, kwargs)
+        if picked is not None:
+            return picked
         result, device = self._computed(op, args, kwargs)
         many = isinstance(result, (tuple, list))
         metas = list(result) if many else [result]
@@ -413,6 +429,8 @@ class Traced:
             raise Writes(op, self._real[id(target)][1] if id(target) in self._real else target)
         if torch.Tag.inplace_view in op.tags:
             return self._reshaped(op, pure, args, kwargs)
+        if target in self._picks:
+            return self._picks.write(target, self._new(pure, args, kwargs))
         first = self._aliases.first(target)
         if id(first.tensor) in self._real:
             raise Writes(op, self._real[id(first.tensor)][1])
@@ -515,11 +533,11 @@ def _no_modes() -> Any:
 
 
 def _line() -> str:
-    """The line that is being run outside of torch and of this file, as a traceback says it."""
+    """The line that is being run outside of torch and of this folder, as a traceback says it."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code.co_filename != __file__ and not code.co_filename.startswith((_TORCH, "<")):
+        if not code.co_filename.startswith((_TORCH, _HERE, "<")):
             text = linecache.getline(code.co_filename, frame.f_lineno).strip()
             place = f'File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}'
             return f"  {place}\n    {text}\n"
@@ -609,7 +627,7 @@ def trace(
     except (Writes, Overlaps, Assigns, Swaps, ForwardMode, Foreign):
         raise
     except Exception as error:  # whatever it is, torch.export is to say so
-        if isinstance(error, Asks) and asked is not None:
+        if isinstance(error, (Asks, Unpicked)) and asked is not None:
             asked.append(error.line)
         _log.debug("%s is not traced: %s: %s", type(model).__name__, type(error).__name__, error)
         return None
