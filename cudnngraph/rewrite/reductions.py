@@ -84,7 +84,7 @@ def _narrow_for_products(
             nodes += [node, replace(node, name=seen.name, inputs=given, outputs=(seen.name,))]
         else:
             nodes.append(replace(node, inputs=given))
-    return _without_dead_views(replace(spec, tensors=tensors, nodes=tuple(nodes)))
+    return _without_dead_tensors(replace(spec, tensors=tensors, nodes=tuple(nodes)))
 
 
 def _behind_views(readers: Mapping[str, Sequence[Node]], name: str) -> Iterator[tuple[Node, str]]:
@@ -96,12 +96,8 @@ def _behind_views(readers: Mapping[str, Sequence[Node]], name: str) -> Iterator[
                 yield from _behind_views(readers, seen)
 
 
-def _without_dead_views(spec: GraphSpec) -> GraphSpec:
-    """The graph without views that nothing reads."""
-    read = {*spec.outputs, *(each for node in spec.nodes for each in node.operands)}
-    dead = {n.results[0] for n in spec.nodes if OPS[n.op].view and n.results[0] not in read}
-    if not dead:
-        return spec
-    tensors = {name: tensor for name, tensor in spec.tensors.items() if name not in dead}
-    nodes = tuple(node for node in spec.nodes if node.results[0] not in dead)
-    return _without_dead_views(replace(spec, tensors=tensors, nodes=nodes))
+def _without_dead_tensors(spec: GraphSpec) -> GraphSpec:
+    """The graph without tensors that no node has: views that nothing reads are gone from it."""
+    made = {*spec.inputs, *(name for node in spec.nodes for name in node.results)}
+    tensors = {name: tensor for name, tensor in spec.tensors.items() if name in made}
+    return replace(spec, tensors=tensors)

@@ -39,6 +39,8 @@ def test_a_product_reads_a_mean_in_its_own_dtype(flat: bool, output: bool) -> No
     (mean,) = (node for node in seen.nodes if node.op == "reduction")
     assert seen.tensors[mean.results[0]].dtype == F32
     assert seen.outputs == spec.outputs
+    made = {*seen.inputs, *(name for node in seen.nodes for name in node.results)}
+    assert set(seen.tensors) == made  # none that nothing makes
     assert [seen.tensors[n].dtype for n in seen.outputs] == [F16, F32][: len(seen.outputs)]
     given = [torch.randn(2, 8, 4, 4).to(F16), torch.randn(spec.tensors["w"].shape).to(F16)]
     for made, wanted in zip(
