@@ -22,12 +22,11 @@ from plans_cache import Hit, PlanRecord, PlanStore, RecordError, from_json
 from plans_cache.record import MAX_RECORD_BYTES, Components
 from plans_cache.store import MAX_BLOB_BYTES, SEED_FAMILIES, SeedSteps
 
-from ..cache.codec import legal_of
 from ..cache.fastest import listed_steps
 from ..device import files
 from ..explain.text import clean
 from .records import CacheError, Stored
-from .verify import check_graph, graph_of, policy_of
+from .verify import legal_steps, policy_of
 
 HEAD = b'{"cudnngraph_plans":1}'
 MAX_FILE_BYTES = 4 << 30
@@ -134,11 +133,10 @@ def _of_file(file: Path, env: Components) -> SeedSteps:
 
 def _steps_of(record: PlanRecord) -> dict[str, Any]:
     """How a record's steps are settled; none if it does not fit its graph any more."""
-    _, steps = check_graph(record)
-    if not steps:
+    _, legal, steps = legal_steps(record)
+    if legal is None or not steps:
         return {}
-    policy = policy_of(record)
-    return listed_steps(record, legal_of(record, graph_of(record), policy), steps, policy)
+    return listed_steps(record, legal, steps, policy_of(record))
 
 
 def seed_folder(gpu: str) -> str:

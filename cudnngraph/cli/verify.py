@@ -76,15 +76,21 @@ def check_stored(store: PlanStore, entry: Stored) -> tuple[Verdict, Verdict]:
 
 def check_graph(record: PlanRecord) -> tuple[Verdict, tuple[StepPlan, ...]]:
     """Whether the key's components are a graph of that key which the steps make up."""
+    verdict, _, steps = legal_steps(record)
+    return verdict, steps
+
+
+def legal_steps(record: PlanRecord) -> tuple[Verdict, GraphSpec | None, tuple[StepPlan, ...]]:
+    """:func:`check_graph`, with the legal form of the graph; None where the steps do not fit it."""
     try:
         spec = legal_of(record, graph_of(record), policy_of(record))
-        return OK, steps_of(record, spec)
+        return OK, spec, steps_of(record, spec)
     except StaleRecord as error:
-        return Verdict("failed", f"stale: {error}"), ()
+        return Verdict("failed", f"stale: {error}"), None, ()
     except (Malformed, CudnnGraphError) as error:
-        return Verdict("failed", str(error)), ()
+        return Verdict("failed", str(error)), None, ()
     except Exception as error:  # of rules that never saw a graph nobody checked
-        return Verdict("failed", f"not a graph: {type(error).__name__}: {error}"), ()
+        return Verdict("failed", f"not a graph: {type(error).__name__}: {error}"), None, ()
 
 
 def check_plans(

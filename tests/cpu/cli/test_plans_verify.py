@@ -21,7 +21,7 @@ from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import codec, lookup
 from cudnngraph.cache.codec import to_record
 from cudnngraph.cache.state import STATE
-from cudnngraph.cli import records, verify
+from cudnngraph.cli import records, transfer, verify
 from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
 from cudnngraph.explain import draw
@@ -176,6 +176,21 @@ def _steps(name: str) -> tuple[PlanRecord, tuple[StepPlan, ...]]:
     verdict, steps = verify.check_graph(record)
     assert verdict == verify.OK
     return record, steps
+
+
+def test_the_steps_of_a_record_are_listed_by_one_pass_of_rewrites(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes: list[GraphSpec] = []
+
+    def counted(spec: GraphSpec, *args: Any) -> GraphSpec:
+        passes.append(spec)
+        return legalize(spec, *args)
+
+    monkeypatch.setattr(codec, "legalize", counted)
+    record = cache_example.records(time.time())["cut"]
+    transfer._steps_of(record)
+    assert len(passes) == 1
 
 
 HERE = Verified(1e-4, "a GPU", 91900, "1.28.0", "2.13")
