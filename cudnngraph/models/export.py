@@ -22,6 +22,7 @@ from . import trace as tracer
 from .compiler import WAYS
 from .encoders import told_by_masks_alone
 from .experts import ONE_SHAPE, by_groups
+from .quiet import export_quiet
 from .transforms import transforms_ended
 
 _TORCH = Path(torch.__file__).parent
@@ -250,7 +251,8 @@ def by_torch(
 
     name = type(model).__name__
     try:
-        with compile_lock, torch.no_grad(), transforms_ended(), _watched(model) as changes:
+        quiet = export_quiet()
+        with compile_lock, quiet, torch.no_grad(), transforms_ended(), _watched(model) as changes:
             program = torch.export.export(model, tuple(args), dict(kwargs or {}), strict=False)
             program = program.run_decompositions({})
     except Exception as error:

@@ -3,6 +3,7 @@ where that can be, refused with the name and the mend where not."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 
@@ -109,3 +110,38 @@ def test_packed_sequences_are_named_with_the_mend() -> None:
     given = torch.zeros(3, 5, 4), torch.tensor([5, 3, 2])
     with pytest.raises(cg.CannotImport, match=r"packs sequences \(pack_padded_sequence\)"):
         cg.fuse(Packs().eval(), given)
+
+
+def of_numbers(x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        return x + 1
+    return x * 2
+
+
+def test_the_graph_that_torch_prints_as_it_gives_up_is_left_out(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(cg.CannotImport, match="asks for the numbers"):
+        cg.fuse(Of(of_numbers).eval(), torch.randn(2, 3))
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(RuntimeError, match="data-dependent"):
+        torch.export.export(Of(of_numbers).eval(), (torch.randn(2, 3),), strict=False)
+    assert "torch.ops.aten.sum" in capfd.readouterr().err  # as ever
+
+
+def test_what_torch_logs_as_it_gives_up_is_in_the_error_alone() -> None:
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    model, x = Of(lambda x: x @ x).eval(), torch.randn(2, 3)
+    try:
+        with pytest.raises(cg.CannotImport, match="must have same reduction dim"):
+            cg.fuse(model, x)
+        assert said == []
+        with pytest.raises(RuntimeError, match="must have same reduction dim"):
+            torch.export.export(model, (x,), strict=False)
+        assert said
+    finally:
+        logger.removeHandler(handler)
