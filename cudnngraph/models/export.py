@@ -20,6 +20,7 @@ from ..errors import CannotImport
 from ..runtime.state import Held, check_kept
 from . import trace as tracer
 from .compiler import WAYS
+from .dtypes import Mixed
 from .encoders import told_by_masks_alone
 from .experts import ONE_SHAPE, by_groups
 from .quiet import export_quiet
@@ -96,6 +97,11 @@ def _exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] |
         raise CannotImport(
             f"{type(model).__name__} swaps tensors (torch.utils.swap_tensors), which a graph does "
             "not; swap them between calls, and call refresh()"
+        ) from error
+    except Mixed as error:
+        raise CannotImport(
+            f"{type(model).__name__} {error.said()} ({last_line(error.line)}); cast to one dtype, "
+            "or give arguments in the model's"
         ) from error
     except tracer.ForwardMode as error:
         raise CannotImport(

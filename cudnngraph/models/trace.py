@@ -36,6 +36,7 @@ from . import finite, flex
 from .aliases import Aliases
 from .compiler import COMPILER, aside, is_there, saying
 from .covariances import COVARIANCES
+from .dtypes import Mixed, dtypes_of_product
 from .known_forms import KnownForms, mapped
 from .picked import SIZES, Picks, Unpicked
 from .python_calls import as_declared, interpolation, product
@@ -480,6 +481,9 @@ class Traced:
         placed, named = mapped(form, (args, kwargs))
         if not metas:
             return self._from_numbers(op, args, kwargs)
+        several = dtypes_of_product(op, metas)
+        if several:
+            raise Mixed(op, several, _line())
         device = (told or sorted(devices, key=lambda each: each.type == "cpu"))[0]
         try:
             with _no_modes():
@@ -613,8 +617,8 @@ def trace(
     asked: list[str] | None = None,
 ) -> Traced | None:
     """``model`` called so, in one of the ``WAYS``; None where it is not for this. Raises
-    :class:`Writes` where that is because it writes over what it holds, and :class:`Foreign`. Where
-    it asks for the numbers in a tensor is put into ``asked``.
+    :class:`Writes` where that is because it writes over what it holds, :class:`Foreign`, and
+    :class:`~.dtypes.Mixed`. Where it asks for the numbers in a tensor is put into ``asked``.
 
     The compiler is kept out while it is not there yet, for what a model compiles within itself,
     control flow among it, and stands aside where it is.
@@ -624,7 +628,7 @@ def trace(
     try:
         with saying(way):
             return _traced(model, args, kwargs)
-    except (Writes, Overlaps, Assigns, Swaps, ForwardMode, Foreign):
+    except (Writes, Overlaps, Assigns, Swaps, ForwardMode, Foreign, Mixed):
         raise
     except Exception as error:  # whatever it is, torch.export is to say so
         if isinstance(error, (Asks, Unpicked)) and asked is not None:
@@ -641,7 +645,7 @@ def _traced(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             traced = Traced(model, args, kwargs)
             if not guard.asked:  # else the model may have caught that there is none
                 return traced
-        except (Writes, Overlaps, Assigns, Swaps, Foreign):
+        except (Writes, Overlaps, Assigns, Swaps, Foreign, Mixed):
             raise
         except Exception:
             if not guard.asked:

@@ -145,3 +145,45 @@ def test_what_torch_logs_as_it_gives_up_is_in_the_error_alone() -> None:
         assert said
     finally:
         logger.removeHandler(handler)
+
+
+F16, F64, I64 = torch.float16, torch.float64, torch.int64
+MIXED: list[tuple[Callable[..., torch.Tensor], torch.dtype, tuple[int, ...], tuple[int, ...]]] = [
+    (nn.functional.linear, F64, (2, 4), (5, 4)),
+    (nn.functional.linear, I64, (2, 4), (5, 4)),
+    (torch.mm, F64, (2, 4), (4, 5)),
+    (torch.matmul, F16, (2, 3, 4), (4, 5)),
+    (torch.bmm, F64, (2, 3, 4), (2, 4, 5)),
+    (lambda x, y: torch.einsum("ij,jk->ik", x, y), F64, (2, 4), (4, 5)),
+    (lambda x, y: torch.addmm(x, y, y), F64, (4,), (4, 4)),
+    (nn.functional.conv1d, F64, (1, 3, 4), (3, 3, 3)),
+    (nn.functional.conv2d, F16, (1, 3, 4, 4), (3, 3, 3, 3)),
+    (nn.functional.conv_transpose2d, F64, (1, 3, 4, 4), (3, 3, 3, 3)),
+    (lambda x, y: nn.functional.conv2d(y, y, x), F64, (3,), (3, 3, 3, 3)),
+]
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(("function", "dtype", "shape", "other"), MIXED)
+def test_products_of_two_dtypes_are_refused_as_in_torch(
+    function: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    other: tuple[int, ...],
+    check: bool,
+) -> None:
+    x, y = torch.ones(shape, dtype=dtype), torch.ones(other)
+    with pytest.raises(RuntimeError):
+        function(x, y)
+    name = str(dtype).removeprefix("torch.")
+    said = rf"computes aten.*{name}.*, which torch does not \(.*\); cast to one dtype"
+    with pytest.raises(cg.CannotImport, match=said):
+        cg.fuse(Of(function).eval(), (x, y), check=check)
+
+
+def test_a_later_call_in_another_dtype_is_refused_as_in_torch() -> None:
+    """Nothing compares its results with the model's."""
+    fused = cg.fuse(nn.Sequential(nn.Linear(4, 3), nn.ReLU()).eval(), torch.randn(2, 4))
+    with pytest.raises(cg.CannotImport, match=r"computes aten\.linear of float64 and float32"):
+        fused(torch.randn(2, 4, dtype=F64))
+    fused(torch.randn(3, 4))
