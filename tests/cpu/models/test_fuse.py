@@ -17,6 +17,7 @@ import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.models import bound as bindings
 from cudnngraph.models import garbage
+from tests import numerics
 from tests.fused import compiled, net
 from tests.models import DiffusionUNet, Of, image
 
@@ -346,3 +347,13 @@ def test_old_objects_are_collected_as_before_once_a_model_is_traced(
     with pytest.raises(cg.CannotImport):
         cg.fuse(net, (x, x), check=False)
     assert gc.get_threshold() == before and gc.get_freeze_count() <= count and frozen == []
+
+
+def test_results_under_inference_mode_are_ordinary_tensors() -> None:
+    """They may be written, and saved for a backward, outside of it."""
+    model = nn.Linear(4, 3).eval()
+    fused, x = cg.fuse(model, torch.randn(2, 4)), torch.randn(2, 4)
+    with torch.inference_mode():
+        made = fused(x)
+    assert not made.is_inference()
+    numerics.check(made, model.double()(x.double()), torch.float32)
