@@ -123,10 +123,16 @@ def targets() -> tuple[str, ...]:
     return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir()))
 
 
-def check_target(target: str) -> None:
-    """Raise :class:`NotSupported` for a GPU that is not described."""
-    if target not in targets():
-        raise NotSupported(f"target '{target}'", [f"known targets: {', '.join(targets())}"])
+def target_of(name: str) -> str:
+    """The target of a name as people write it: "H200" is "nvidia-h200".
+
+    Raises :class:`NotSupported` for a GPU that is not described.
+    """
+    found = re.sub(r"[\s_]+", "-", name.strip().lower())
+    found = found if found.startswith("nvidia-") else f"nvidia-{found}"
+    if found not in targets():
+        raise NotSupported(f"target '{name}'", [f"known targets: {', '.join(targets())}"])
+    return found
 
 
 def propose_for(
@@ -145,7 +151,7 @@ def propose_for(
 
 def lower_for(spec: GraphSpec, target: str) -> Lowered:
     """The frontend's graph for ``spec`` on the described GPU ``target``."""
-    check_target(target)
+    target = target_of(target)
     frontend = env.frontend()
     try:
         described = frontend.create_device_properties(_target_text(target))

@@ -31,8 +31,8 @@ from plans_cache import PlanRecord
 
 from .. import settings
 from ..backend import env
-from ..backend.deviceless import targets
-from ..errors import CudnnGraphError
+from ..backend.deviceless import target_of, targets
+from ..errors import CudnnGraphError, NotSupported
 from ..explain.candidates import Candidates, candidates
 from ..explain.text import clean
 from ..graph.builder import Graph
@@ -182,8 +182,10 @@ def _wanted(args: argparse.Namespace) -> list[Wanted] | None:
 
 def _check_listing(args: argparse.Namespace, declared: bool) -> None:
     """Raise :class:`UsageError` for a listing that makes no sense."""
-    if args.gpu not in targets():
-        raise UsageError(f"--target {args.gpu}; known: {', '.join(targets())}")
+    try:
+        target_of(args.gpu)
+    except NotSupported:
+        raise UsageError(f"--target {args.gpu}; known: {', '.join(targets())}") from None
     if args.jobs > 1 or args.budget is not None:
         option = "--jobs" if args.jobs > 1 else "--budget"
         raise UsageError(f"{option} is for a GPU that is here: --target measures nothing")

@@ -159,7 +159,7 @@ def candidates(
     Raises :class:`BackendUnavailable` without the library or the frontend, :class:`NotSupported`
     for an unknown target, :class:`GraphError` for mistakes in the graph.
     """
-    deviceless.check_target(target)
+    target = deviceless.target_of(target)
     cudnn_version = env.cudnn_version()
     spec = graph.spec() if isinstance(graph, Graph) else graph
     resolved = resolve_policy(policy, {**options, "tune": "autotune"}, spec)

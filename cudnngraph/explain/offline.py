@@ -17,11 +17,11 @@ from ..backend import env, libraries
 from ..backend.candidates import Outcome
 from ..backend.deviceless import (
     Listed,
-    check_target,
     examine,
     gpu_name,
     propose_for,
     target_capability,
+    target_of,
     target_processors,
 )
 from ..backend.plan import Choice, Plan
@@ -337,7 +337,7 @@ def explain(
     mistakes in the graph, :class:`NotSupported` for an unknown target and, with
     ``fallback="error"``, for a graph that cuDNN refuses as one plan.
     """
-    check_target(target)
+    target = target_of(target)
     spec = graph.spec() if isinstance(graph, Graph) else graph
     resolved = resolve_policy(policy, options, spec)
     cudnn_version = env.cudnn_version()

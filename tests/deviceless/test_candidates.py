@@ -98,6 +98,13 @@ def test_a_graph_that_is_no_work_for_cudnn_says_so() -> None:
     assert "by torch, there is nothing to search: cuDNN graphs have no float64" in str(found)
 
 
+@pytest.mark.parametrize("name", ["H200", "NVIDIA H200", " nvidia_h200 ", "nvidia-h200"])
+def test_a_target_may_be_called_as_people_do(name: str) -> None:
+    assert deviceless.target_of(name) == "nvidia-h200"
+    assert candidates(block(), name).gpu_name == "NVIDIA H200"
+    assert cg.explain(block(), name).to_dict() == cg.explain(block(), "nvidia-h200").to_dict()
+
+
 def test_a_target_that_is_not_described_is_refused() -> None:
     with pytest.raises(cg.NotSupported, match="known targets: nvidia-h100, nvidia-h200"):
         candidates(block(), "a100")

@@ -125,7 +125,7 @@ ONE_OF = "error: expected one of SCRIPT, MANIFEST.json, -m MODULE and --graphs\n
             "error: --jobs is for --graphs and manifests: a script is one process\n",
         ),
         (["--json", "script.py"], "error: --json is for --target\n"),
-        (["--target", "h100", "script.py"], "error: --target h100; known: " + KNOWN),
+        (["--target", "a100", "script.py"], "error: --target a100; known: " + KNOWN),
         (["--target", "", "--graphs", "a.py"], "error: --target ; known: " + KNOWN),
         (
             ["--target", "nvidia-h200", "--jobs", "2", "--graphs", "a.py"],
