@@ -52,9 +52,7 @@ class Candidate:
 
 #: Why a plan stands before cuDNN's first one.
 PREDICTED = "its tile is predicted to take {:.2f} of the time of cuDNN's first"
-FASTER = (
-    "cuDNN's first is of an engine for older GPUs, which was slower wherever both were measured"
-)
+FASTER = "it was faster than cuDNN's first for most gradients of its kind that were measured"
 UNRANKED = -1  #: the index of a candidate that another graph's choice names
 UNCHECKED = "its check fails: "  #: how the reason starts where that is no fault of the plan
 
@@ -143,7 +141,7 @@ def fastest_tile_first(
 ) -> list[Candidate]:
     """The ranking for ``spec`` on GPUs of ``capability`` (90 for 9.0) with ``sms`` multiprocessors,
     that plan first which :mod:`~cudnngraph.backend.tiles` predicts to take less than cuDNN's first,
-    or, of a gradient of a weight, that which was faster wherever it was measured.
+    or, of a gradient of a weight, that which was faster for most that were measured.
     """
     model = tiles.model_for(env.cudnn_version(), capability)
     if model is None:

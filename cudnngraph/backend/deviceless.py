@@ -143,6 +143,7 @@ def propose_for(
     Runtime-fused engines are listed only where some ``libcuda.so.1`` can be loaded. ``more`` asks
     the second ranking too, as a search does.
     """
+    target = target_of(target)
     lowered = lower_for(spec, target)
     ranked = tensor_cores_first(propose(lowered, env.frontend(), more=more), spec)
     capability, sms = target_capability(target), target_processors(target)
@@ -151,7 +152,6 @@ def propose_for(
 
 def lower_for(spec: GraphSpec, target: str) -> Lowered:
     """The frontend's graph for ``spec`` on the described GPU ``target``."""
-    target = target_of(target)
     frontend = env.frontend()
     try:
         described = frontend.create_device_properties(_target_text(target))

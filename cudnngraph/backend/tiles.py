@@ -163,7 +163,7 @@ class Model:
         largest_error: of a tile that may be taken in place of cuDNN's first.
         gain: a tile is taken if it is predicted to take at most so much of the first one's time.
         weight_gradients: the engine of this capability for gradients of weights with windows, whose
-            plans were faster wherever cuDNN ranks those of older engines first and images have more
+            plans were faster where cuDNN ranks those of older engines first and images have more
             channels than ``few``; None if none is known.
         few: channels of an image.
         of_few: the plan that was the fastest for gradients of weights with no more.
@@ -229,12 +229,15 @@ def model_of(data: Mapping[str, Any]) -> Model:
     tiles = {}
     for engine, knobs, *rest in data["tiles"]:
         shape, cluster, us, error = rest
-        choice = Choice(engine, tuple((name, value) for name, value in knobs))
-        tiles[choice] = Tile(tuple(shape), tuple(cluster), tuple(us), error)
+        tiles[_choice(engine, knobs)] = Tile(tuple(shape), tuple(cluster), tuple(us), error)
     named = {name: data[name] for name in ("largest_error", "gain", "weight_gradients", "few")}
-    engine, knobs = data["of_few"]
-    of_few = Choice(engine, tuple((name, value) for name, value in knobs))
+    of_few = _choice(*data["of_few"])
     return Model(data["cudnn"], data["capability"], tiles, **named, of_few=of_few)
+
+
+def _choice(engine: int, knobs: Sequence[Sequence[Any]]) -> Choice:
+    """A plan as it is stored."""
+    return Choice(engine, tuple((name, value) for name, value in knobs))
 
 
 def model_for(cudnn: int, capability: int) -> Model | None:

@@ -4,8 +4,8 @@
 
 For images of three channels, and for results of few: the forward, the gradient of the weight, and
 of the image where one is needed. Each with the channels that there are, with four and with eight;
-a window of 7 that moves two pixels also as one of 4 over images of two pixels by two as channels
-("16 of half the side"). Plans that cuDNN ranks for each are timed side by side: cuDNN's first, the
+a window that moves two pixels also over images of two pixels by two as channels (16, of half the
+side). Plans that cuDNN ranks for each are timed side by side: cuDNN's first, the
 one that heuristics take, and the fastest. Several processes build, one at a time measures.
 """
 
@@ -33,7 +33,7 @@ from cudnngraph.select.config import FINAL_ROUNDS
 
 Case = dict[str, Any]
 PLANS = 16  # of a case that are timed
-#: batch, side, channels, channels of the result, window, stride, padding, what the channels may be
+#: Batch, side, channels, channels of the result, window, stride, padding.
 STEMS: tuple[tuple[str, int, int, int, int, int, int, int], ...] = (
     ("ResNet-50's stem", 64, 224, 3, 64, 7, 2, 3),
     ("the U-Net's stem", 8, 256, 3, 64, 3, 1, 1),
@@ -49,9 +49,11 @@ def cases() -> list[Case]:
     for stem in STEMS:
         case: Case = dict(zip(keys, stem, strict=True))
         forms = [case | {"k": k} for k in (3, 4, 8)]
-        if case["window"] == 7:
-            half = case["side"] // 2 + 3
-            forms.append(case | {"side": half, "k": 16, "window": 4, "stride": 1, "padding": 0})
+        if case["stride"] == 2:
+            blocks = -(-case["window"] // 2)  # of a window
+            half = case["side"] // 2 + blocks - 1
+            form = {"side": half, "k": 16, "window": blocks, "stride": 1, "padding": 0}
+            forms.append(case | form)
         found += [form | {"op": op} for form in forms for op in ("forward", "weight")]
     for head in HEADS:
         case = dict(zip(keys, head, strict=True))

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...device.rules import rules
 from ...graph.value import Value, set_stride
-from ...ir.spec import channels_last_strides, is_channels_last
+from ...ir.spec import aligned, channels_last_strides, is_channels_last
 from .shape import between, part
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 Options = dict[str, Any]
 
 MOST_IN_BLOCK = 16  # channels: of images that have more for themselves cuDNN has faster engines
-ALIGNED = 8  # 16-bit numbers
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Blocks:
 
     def weight(self, c: Importer, weight: Value) -> Value:
         """(K, C, R, S) as (K, channels of a block, blocks of a window)."""
-        for dim, (count, size) in enumerate(zip(self.window, self.size, strict=True), 2):
-            weight = between(c, weight, dim, 0, count * size - weight.shape[dim], 0.0)
+        for dim, (blocks, size) in enumerate(zip(self.window, self.size, strict=True), 2):
+            weight = between(c, weight, dim, 0, blocks * size - weight.shape[dim], 0.0)
         return self._folded(c, weight)
 
     def _folded(self, c: Importer, x: Value) -> Value:
@@ -97,7 +97,7 @@ def blocks_of(
         return None
     size, channels, least = tuple(options["stride"]), x.shape[1], weight[2:]
     pixels = math.prod(size)
-    whole = next(n for n in range(channels, channels + ALIGNED) if n * pixels % ALIGNED == 0)
+    whole = next(n for n in count(channels) if n * pixels == aligned(n * pixels))
     if min(size) < 2 or whole * pixels > MOST_IN_BLOCK:
         return None
     if min(least) < rules().pixels_as_channels_min_window:
@@ -108,9 +108,9 @@ def blocks_of(
     sides = zip(x.shape[2:], least, size, _pairs(options["padding"]), strict=True)
     for side, extent, step, (before, behind) in sides:
         results = (side + before + behind - extent) // step + 1
-        count = -(-extent // step)
-        window.append(count)
-        around.append((before, (results + count - 1) * step - side - before))
+        blocks = -(-extent // step)
+        window.append(blocks)
+        around.append((before, (results + blocks - 1) * step - side - before))
     (rows, columns), (height, width) = window, around
     return Blocks(channels, whole, (size[0], size[1]), (rows, columns), (height, width))
 

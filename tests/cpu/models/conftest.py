@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.models import report
+from cudnngraph.ir.spec import Node
+from cudnngraph.models import dynamo, report
 from tests import thresholds
 
 
@@ -22,6 +24,22 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
         group_norm_min_elements_channels_last=0,
         group_norm_min_elements_contiguous=0,
     )
+
+
+@pytest.fixture
+def convolutions(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
+    """Those of all graphs that are imported as for a GPU."""
+    seen: list[Node] = []
+    convert = dynamo.convert
+
+    def for_a_gpu(*args: Any, **given: Any) -> Any:
+        made = convert(*args, **{**given, "on_gpu": True, "kernels": True})
+        assert made.spec is not None
+        seen.extend(node for node in made.spec.nodes if "conv" in node.op)
+        return made
+
+    monkeypatch.setattr(dynamo, "convert", for_a_gpu)
+    return seen
 
 
 @pytest.fixture(scope="module", autouse=True)

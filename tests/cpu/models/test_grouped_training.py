@@ -38,22 +38,6 @@ class Grouped(nn.Module):
         return made
 
 
-@pytest.fixture
-def convolutions(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
-    """Those of all graphs that are imported as for a GPU."""
-    seen: list[Node] = []
-    convert = dynamo.convert
-
-    def for_a_gpu(*args: Any, **given: Any) -> Any:
-        made = convert(*args, **{**given, "on_gpu": True, "kernels": True})
-        assert made.spec is not None
-        seen.extend(node for node in made.spec.nodes if "conv" in node.op)
-        return made
-
-    monkeypatch.setattr(dynamo, "convert", for_a_gpu)
-    return seen
-
-
 def trains(model: nn.Module, x: Tensor, dtype: torch.dtype) -> None:
     """Results and gradients are as near to float64 as eager's."""
     exact = copy.deepcopy(model).double()

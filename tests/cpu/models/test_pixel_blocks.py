@@ -13,9 +13,7 @@ from cudnngraph.device import rules
 from cudnngraph.device.import_rules import ANY
 from cudnngraph.ir.spec import Node
 from tests.cpu.models.test_conv_forms import Convolved, checked, imported, nothing, relu
-from tests.cpu.models.test_grouped_training import convolutions, trains
-
-__all__ = ["convolutions"]  # a fixture
+from tests.cpu.models.test_grouped_training import trains
 
 Tensor = torch.Tensor
 BF16, LAST = torch.bfloat16, torch.channels_last
