@@ -151,11 +151,11 @@ class Sum:
         """The variables that it depends on."""
         return {digit.var for digit, _ in self.terms}
 
-    def code(self, names: Mapping[Var, str]) -> str:
-        """C++ for it."""
+    def code(self, names: Mapping[Var, str], known: Mapping[Digit, str] | None = None) -> str:
+        """C++ for it, by the names of variables, and of digits that are known."""
         parts = []
         for digit, by in self.terms:
-            text = digit.code(names[digit.var])
+            text = (known or {}).get(digit) or digit.code(names[digit.var])
             parts.append(text if by == 1 else f"{text} * {by}u")
         if self.number < 0 and parts:  # whatever the width of the variables
             return f"{' + '.join(parts)} - {-self.number}u"

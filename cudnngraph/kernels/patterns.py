@@ -29,6 +29,7 @@ from . import (
 from .depthwise import Strips
 from .pieces import Pieces
 from .pool_gradient import Patches
+from .row_kernels import write
 from .row_lists import Lists
 from .row_sums import Bins
 from .rows import (
@@ -49,7 +50,6 @@ from .split import Split
 from .tap_sums import TapSums
 from .tape import Cut, Refused
 from .tiling import Tiling, tiles_of, tilings, why_tiles_first
-from .write import write
 
 Pattern = Schedule | Split | Tiling | Strips | TapSums | Pieces | Patches | Bins | Lists
 

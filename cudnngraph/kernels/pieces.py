@@ -14,10 +14,10 @@ from ..device.rules import rules
 from ..ir.spec import GraphSpec, Node, TensorSpec
 from ..partition.analysis import CutGraph, Group, compute_nodes
 from ..partition.cuts import subgraph_of
+from .row_kernels import written
 from .rows import VECTOR_BYTES, Schedule, check_count, rows_of
 from .source import NAME, Source, function, pointers, text_of
 from .tape import Refused
-from .write import Narrower, Writer
 
 THREADS = 256
 _TAKEN = "void* const* const q, const u32 block, const u32 blocks"
@@ -122,13 +122,8 @@ def _piece(part: GraphSpec, plan: Pieces) -> tuple[str, int]:
     rows = rows_of(part)
     if rows.reductions:
         raise Refused("a reduction among regions that have nothing to do with each other")
-    lanes = gcd(rows.lanes, plan.lanes)
-    while True:
-        try:
-            lines, blocks = Writer(part, Schedule(lanes, plan.threads), rows, plan.blocks).lines()
-            break
-        except Narrower:
-            lanes //= 2
+    schedule = Schedule(gcd(rows.lanes, plan.lanes), plan.threads)
+    _, lines, blocks = written(part, schedule, rows, plan.blocks)
     tensors = [part.tensors[name] for name in (*part.inputs, *part.outputs)]
     typed = pointers(tensors, len(part.inputs), "q")
     body = "".join(f"  {line}\n" for line in (*typed, *lines))

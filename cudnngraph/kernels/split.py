@@ -28,12 +28,12 @@ from .gather import MOMENTS, Gather, shared_by
 from .grid import MOST_SHARED, Grid, Space, grid_of, lanes_of, parts_in, shared_bytes, space_of
 from .grid_function import Apart, Function, GridFunction, Parts, indexed
 from .index import Sum, Var, place
+from .row_kernels import written
 from .rows import (
     MOST_THREADS,
     VECTOR_BYTES,
     WARP,
     check_order,
-    narrower,
     reachable,
     rows_of_values,
     schedule_for,
@@ -56,7 +56,7 @@ from .stages import (
     written_beside,
 )
 from .tape import Cut, Index, Place, Read, Refused, Value, Window, mapped
-from .write import Narrower, Writer
+from .write import Narrower
 
 THREADS = 256  # of a block
 MOST_LAUNCHES = 8
@@ -221,12 +221,8 @@ class _Composer:
                 return None
             check_order(rows)
             most = 4 * self._split.blocks
-            while True:
-                try:
-                    lines, blocks = Writer(self._around(), schedule, rows, most).lines()
-                    return lines, blocks, schedule.threads
-                except Narrower:
-                    schedule = narrower(rows, schedule)
+            _, lines, blocks = written(self._around(), schedule, rows, most)
+            return lines, blocks, schedule.threads
         except Refused as reason:
             if always or isinstance(reason, Cut):
                 raise

@@ -27,16 +27,11 @@ from .gather import KINDS, POWERS_OF_TEAM, shared_by
 from .index import Sum, Var, counter, place
 from .parts import counted, parts_of
 from .rows import (
-    MOST_THREADS,
     VECTOR_BYTES,
-    WARP,
     Rows,
     Schedule,
     Together,
     merged,
-    narrower,
-    reads_plainly,
-    rows_of,
     singly,
 )
 from .scalars import MEMORY, REGISTER, TEAM
@@ -63,39 +58,6 @@ from .window import Steps
 
 class Narrower(Exception):
     """The lanes of a schedule are too many: a border of what is joined lies between them."""
-
-
-def write(
-    spec: GraphSpec, schedule: Schedule, rows: Rows | None = None, most_blocks: int = 0
-) -> Source:
-    """The kernel of a region. Raises :class:`Refused`.
-
-    ``most_blocks`` bounds the blocks that go through one long row; 0 for none.
-    """
-    rows = rows or rows_of(spec)
-    check(rows, schedule)
-    while True:
-        try:
-            return Writer(spec, schedule, rows, most_blocks).source()
-        except Narrower:
-            schedule = narrower(rows, schedule)
-
-
-def check(rows: Rows, schedule: Schedule) -> None:
-    """Raise Refused for a schedule that is not one of the rows: a choice may be of another version,
-    which counted them otherwise."""
-    lanes, team, threads = schedule.lanes, schedule.team, schedule.threads
-    ends = lanes > 0 and rows.has_ends(lanes)
-    if lanes < 1 or (ends and (rows.start is None or not keeps_none(rows, schedule))):
-        raise Refused(f"{lanes} lanes of rows of {rows.inner.extent}")
-    if ends and (team < 2 * lanes or lanes & (lanes - 1)):
-        raise Refused(f"{lanes} lanes of rows with ends, for a team of {team} threads")
-    if not 0 < threads <= MOST_THREADS or threads % WARP:
-        raise Refused(f"a block of {threads} threads")
-    if rows.reductions and team & (team - 1):
-        raise Refused(f"a team of {team} threads")
-    if not (rows.reductions or schedule.chunks == 1 or (schedule.chunks and reads_plainly(rows))):
-        raise Refused(f"{schedule.chunks} chunks of one long row")
 
 
 def keeps_none(rows: Rows, schedule: Schedule) -> bool:
@@ -198,7 +160,10 @@ class Writer:
 
     def source(self) -> Source:
         """Write it."""
-        lines, blocks = self.lines()
+        return self.source_of(*self.lines())
+
+    def source_of(self, lines: list[str], blocks: int) -> Source:
+        """The kernel of lines that it has written."""
         shared = [TEAM, *shared_by("\n".join(lines))] if self._many else []
         return self._kernel(lines, blocks, self._plan.threads, shared)
 
@@ -226,7 +191,7 @@ class Writer:
             head += self._mine()
             if self._ends and rows.start is not None:
                 terms = {digit: by for digit, by in rows.start.terms if digit.var != rows.inner}
-                start = Sum.of(terms, rows.start.number).code(self._names)
+                start = self._code(Sum.of(terms, rows.start.number))
                 head += self._row_chunks.where_ends(start)
         else:
             blocks = -(-self._chunks // self._together)
@@ -525,13 +490,13 @@ class Writer:
         tensor = value.tensor
         pointer, at = f"p{self._places[tensor.name]}", place(index, tensor.stride)
         if self._once is not None and not self._many and not at.vars():
-            return self._before_all(value.type, f"get({pointer}[{at.code(self._names)}])")
+            return self._before_all(value.type, f"get({pointer}[{self._code(at)}])")
         if self._of_row is not None and self._rows.inner in at.vars():
             return self._read_ahead(value, at)
         made = self._declare(value.type, self._differs(at))
         wide = self._vector(tensor.dtype, at)
         if made.by < 2:
-            self._assign(made, f"get({pointer}[{at.code(self._names)}])")
+            self._assign(made, f"get({pointer}[{self._code(at)}])")
         elif wide == 1:
             self._assign(made, f"get({pointer}[{self._by_lane(at)}])")
         else:
@@ -555,7 +520,7 @@ class Writer:
         name = self._begun_at[tensor.name, at] = known or self._new()
         ahead: list[tuple[str, list[str]]] = []
         if made.by < 2:
-            line = f"{name}[u] = {pointer}[{at.code(self._names)}];"
+            line = f"{name}[u] = {pointer}[{self._code(at)}];"
             ahead.append((f"{kind} {name}", [line]))
             self._assign(made, f"get({name}[u])")
         elif wide == 1:
@@ -587,6 +552,9 @@ class Writer:
             wide = gcd((at + self._rows.start * -1).multiple(inner, 1), lanes)
         return min(wide, VECTOR_BYTES // dtype.itemsize)
 
+    def _code(self, at: Sum) -> str:
+        return at.code(self._names)
+
     def _by_lane(self, at: Sum) -> str:
         return at.code({**self._names, self._rows.inner: "(k + j)"})
 
@@ -607,7 +575,7 @@ class Writer:
         made = self._declare(value.type, max(map(self._differs, index)))
         for number_, (operand, part) in enumerate(parts_at(value, index)):
             last = number_ == len(borders)
-            test = "" if last else f"if ({along.code(self._names)} < {borders[number_]}u) "
+            test = "" if last else f"if ({self._code(along)} < {borders[number_]}u) "
             self._lines.append(f"{'else ' if number_ else ''}{test}{{")
             first = borders[number_ - 1] if number_ else 0
             with self._inner(along, first, None if last else borders[number_]):
@@ -638,7 +606,7 @@ class Writer:
         """The index itself."""
         at = index[value.dim]
         made = self._declare(value.type, self._differs(at))
-        text = at.code(self._names)
+        text = self._code(at)
         if made.by == 2:
             text = f"{text} + j" if self._slope(at) == 1 else self._by_lane(at)
         self._assign(made, f"({value.type})({text})")
@@ -670,14 +638,14 @@ class Writer:
         if self._streams and self._rows.inner not in at.vars():
             if self._of_row is not None:  # once a row, before the loop
                 guard = " && ".join([*tests, "t == 0"])
-                where = f"{pointer}[{at.code(self._names)}]"
+                where = f"{pointer}[{self._code(at)}]"
                 self._of_row.append(f"if ({guard}) {convert.format(where)}")
             return
         if self._many and self._rows.inner not in at.vars():
             tests.append("k == 0")  # one thread of the team
         guard = f"if ({' && '.join(tests)}) " if tests else ""
         if self._differs(at) < 2:
-            self._lines.append(guard + convert.format(f"{pointer}[{at.code(self._names)}]"))
+            self._lines.append(guard + convert.format(f"{pointer}[{self._code(at)}]"))
             return
         wide = self._vector(tensor.dtype, at)
         if wide == 1:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from h200_masks import write
 
 import cudnngraph as cg
+from cudnngraph.backend.plan import Choice
 from cudnngraph.device.rules import DeviceRules, changed
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import kernel, patterns
@@ -273,13 +274,14 @@ def _given(case: Case, seed: int) -> Tensors:
     ]
 
 
-def _ways(case: Case) -> Iterator[tuple[Way, Any]]:
+def _ways(case: Case, schedules: Sequence[Choice]) -> Iterator[tuple[Way, Any]]:
     """The ways by kernels, each with what builds it; those of one text are one way."""
     texts: set[tuple[str, tuple[Any, ...]]] = set()
     known = {field.name for field in fields(DeviceRules)}
-    others = [each for each in OTHERS[case.kind] if set(each) <= known]
+    others = [each for each in OTHERS.get(case.kind, ()) if set(each) <= known]
     rule = patterns.by_rule(case.spec, kernel.processors(0))
-    every = [c for c in Kernels.on(0).choices(case.spec) if c != rule][:MOST_CHOICES]
+    every = schedules or Kernels.on(0).choices(case.spec)[: MOST_CHOICES + 1]
+    every = [choice for choice in every if choice != rule]
     given = [({}, None), *((each, None) for each in others), *(({}, choice) for choice in every)]
     for values, choice in given:
         name = ", ".join(f"{key}={value}" for key, value in values.items())
@@ -367,8 +369,8 @@ def _error(made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> floa
     return worst
 
 
-def measure(case: Case) -> list[Way]:
-    """All ways of a case, that of a copy and torch's first."""
+def measure(case: Case, schedules: Sequence[Choice] = ()) -> list[Way]:
+    """All ways of a case, that of a copy and torch's first; other schedules if they are given."""
     count = min(8, max(1, math.ceil(COLD_BYTES / case.bytes)))
     sets = [_given(case, seed) for seed in range(count)]
     outs = [[case.spec.tensors[n].empty(CUDA) for n in case.spec.outputs] for _ in range(count)]
@@ -389,7 +391,7 @@ def measure(case: Case) -> list[Way]:
     alive: list[list[Call]] = []  # what a graph replays writes to what its calls hold
     ways: list[Way] = []
     failed: list[Way] = []
-    for way, kernel_ in _ways(case):
+    for way, kernel_ in _ways(case, schedules):
         if kernel_ is None:
             failed.append(way)
             continue

@@ -19,10 +19,10 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import compile as compiler
 from cudnngraph.kernels import patterns, pool_gradient
 from cudnngraph.kernels.cubin import Resources, resources
+from cudnngraph.kernels.row_kernels import write
 from cudnngraph.kernels.rows import MOST_REGISTERS, rows_of, schedule_for
 from cudnngraph.kernels.rules import RULES
 from cudnngraph.kernels.tape import Refused
-from cudnngraph.kernels.write import write
 from cudnngraph.runtime import updates
 from tests import chunks, generated
 from tests.cpu.kernels import test_columns, test_torch_ops, test_whole_numbers

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import cudnngraph as cg
+from cudnngraph.kernels.row_kernels import write
 from cudnngraph.kernels.rows import Schedule
 from cudnngraph.kernels.scalars import FUNCTIONS, PRELUDE
 from cudnngraph.kernels.source import Source
-from cudnngraph.kernels.write import write
 from cudnngraph.ops.quantize import saturated
 from tests import host_kernels
 

@@ -11,10 +11,11 @@ import torch
 import cudnngraph as cg
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.kernels.row_kernels import write
 from cudnngraph.kernels.rows import Schedule, rows_of, schedule_for
 from cudnngraph.kernels.scalars import number
 from cudnngraph.kernels.source import Source
-from cudnngraph.kernels.write import Refused, write
+from cudnngraph.kernels.tape import Refused
 from tests import host_kernels, numerics
 
 NAN, INF = math.nan, math.inf

@@ -14,10 +14,10 @@ from cudnngraph.errors import GraphError
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import patterns
+from cudnngraph.kernels.row_kernels import write
 from cudnngraph.kernels.rows import Schedule, rows_of
 from cudnngraph.kernels.source import Source
 from cudnngraph.kernels.tape import Refused
-from cudnngraph.kernels.write import write
 from cudnngraph.select.inputs import random_inputs
 from tests import host_kernels, numerics
 

@@ -19,11 +19,11 @@ from cudnngraph.executor import reference
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import scalars
+from cudnngraph.kernels.row_kernels import write
 from cudnngraph.kernels.rows import Schedule, reads_plainly, rows_of, schedule_for
 from cudnngraph.kernels.rules import RULES
 from cudnngraph.kernels.source import Source
 from cudnngraph.kernels.tape import Refused
-from cudnngraph.kernels.write import write
 from cudnngraph.runtime.executable import Executable
 from cudnngraph.select.decision import StepPlan
 from tests import chunks, generated, host_kernels, numerics, random_graphs
