@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from .diffusion import DIFFUSION
-from .entries import Entry
+from .entries import Entry, said
 from .language import PAIRS, SPEECH, TEXT
 from .vision import ATTENTIVE, CONVOLUTIONAL
 
@@ -16,10 +18,15 @@ DEFAULT = f"{__name__}:ZOO"
 
 
 def entries(registry: str = DEFAULT) -> tuple[Entry, ...]:
-    """The entries under ``module:name``. Raises ValueError if there are none, or two of a name."""
+    """The entries under ``module:name``, of a module that Python finds or of the working directory.
+
+    Raises ValueError if there are none, if the module cannot be imported, or for two of a name.
+    """
     module, _, name = registry.partition(":")
+    if not module or module.startswith("."):
+        raise ValueError(f"{registry} is no list of entries; expected MODULE:NAME of some")
     try:
-        found = tuple(getattr(importlib.import_module(module), name))
+        found = tuple(getattr(_imported(module), name))
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(f"{registry} is no list of entries: {error}") from None
     if not found or not all(isinstance(each, Entry) for each in found):
@@ -29,6 +36,19 @@ def entries(registry: str = DEFAULT) -> tuple[Entry, ...]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{registry} has two entries '{twice}'")
     return found
+
+
+def _imported(module: str) -> Any:
+    """The module of that name. The console script has its own folder in ``sys.path`` in place of
+    the working directory, which ``python -m``, by which the processes of the zoo start, has."""
+    if "" not in sys.path:  # the working directory
+        sys.path.append("")
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{module} cannot be imported: {said(error)}") from error
 
 
 def chosen(listed: Sequence[Entry], patterns: Sequence[str]) -> tuple[Entry, ...]:

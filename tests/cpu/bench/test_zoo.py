@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from cudnngraph.bench.zoo.results import Results
 from cudnngraph.bench.zoo.ways import WAYS
 from cudnngraph.bench.zoo.weights import Untelling, check_telling, prepared
 from cudnngraph.cli import main
+from tests import python
 from tests.small_zoo import RIGHT, Plain
 
 F32 = torch.float32
@@ -75,11 +78,43 @@ def test_each_model_is_chosen_by_its_name_as_it_is_listed() -> None:
         ("tests.small_zoo:IMAGES", "is no list of entries; expected MODULE:NAME of some"),
         ("tests.small_zoo:NONE", "is no list of entries: module 'tests.small_zoo' has no"),
         ("no.such.module:ZOO", "is no list of entries: No module named 'no'"),
+        (":ZOO", "^:ZOO is no list of entries; expected MODULE:NAME of some"),
+        (".zoo:ZOO", "^.zoo:ZOO is no list of entries; expected MODULE:NAME of some"),
     ],
 )
 def test_what_is_no_registry_is_refused(registry: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         entries(registry)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("ZOO = undefined", "NameError: name 'undefined' is not defined"),
+        ("ZOO = (", "SyntaxError: '(' was never closed"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_a_registry_that_fails_is_told_in_a_line(
+    text: str, why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "failing_models.py").write_text(text)
+    assert main(["bench", "zoo", "--check", "--registry", "failing_models:ZOO"]) == 2
+    assert f"error: failing_models cannot be imported: {why}" in capsys.readouterr().err
+
+
+def test_the_console_script_finds_models_in_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "own_models.py").write_text("from tests.small_zoo import RIGHT as ZOO")
+    script = tmp_path / "bin" / "cudnngraph"  # its folder, not the working one, is in sys.path
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom cudnngraph.cli import main\nsys.exit(main())\n")
+    words = ("bench", "zoo", "--check", "--registry", "own_models:ZOO")
+    environ = {**os.environ, "PYTHONPATH": str(python.ROOT)}
+    done = python.run(script, *words, cwd=tmp_path, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "2 of 2 models can be built and called"
 
 
 @pytest.mark.parametrize("entry", chosen(ZOO, QUICK), ids=lambda entry: entry.name)
