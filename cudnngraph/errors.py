@@ -158,15 +158,19 @@ class PlanFault(CudnnGraphError, RuntimeError):
 
 
 class NotSupported(CudnnGraphError, RuntimeError):
-    """cuDNN refuses the graph.
+    """cuDNN refuses the graph, or the GPU to plan for is none of those that are known.
 
     ``reasons`` holds one line per distinct reason, ``detail`` the library's own last message.
+    ``heading`` is the first line of the message, by default that cuDNN has no plan.
     """
 
-    def __init__(self, subject: str, reasons: Sequence[str], detail: str = "") -> None:
+    def __init__(
+        self, subject: str, reasons: Sequence[str], detail: str = "", heading: str = ""
+    ) -> None:
         self.subject = subject
         self.reasons: tuple[str, ...] = tuple(reasons)
         self.detail = detail
-        lines = [f"cuDNN has no plan for {subject}"]
+        self.heading = heading or f"cuDNN has no plan for {subject}"
+        lines = [self.heading]
         lines += [f"  - {reason}" for reason in self.reasons]
         super().__init__("\n".join(lines))

@@ -131,7 +131,9 @@ def target_of(name: str) -> str:
     found = re.sub(r"[\s_]+", "-", name.strip().lower())
     found = found if found.startswith("nvidia-") else f"nvidia-{found}"
     if found not in targets():
-        raise NotSupported(f"target '{name}'", [f"known targets: {', '.join(targets())}"])
+        subject = f"target '{name}'"
+        known = f"known targets: {', '.join(targets())}"
+        raise NotSupported(subject, [known], heading=f"{subject} is not known")
     return found
 
 

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ..errors import CudnnGraphError
 from ..explain.offline import Explanation, PlannedStep, describe, explain, refused, workspace
 from ..graph.builder import Graph
@@ -156,7 +158,10 @@ def _graph(file: Path, name: str, value: Any) -> Graph | GraphSpec:
         value = value()
     if isinstance(value, (Graph, GraphSpec)):
         return value
-    raise Unusable(f"'{name}' of {file} is a {type(value).__name__}, not a graph")
+    mend = ""
+    if isinstance(value, nn.Module):
+        mend = "; of a model, cg.fuse(model, example).report says what runs it"
+    raise Unusable(f"'{name}' of {file} is a {type(value).__name__}, not a graph{mend}")
 
 
 # -- printing ----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ VALUES: dict[str, Any] = {
     "differences": [("cudnn", "9.19", "9.24"), ("gpu", None, "H200")],
     "reasons": ["engine 4 is barred", "no engine"],
     "detail": "CUDNN_STATUS_NOT_SUPPORTED",
+    "heading": "a GPU is not known",
 }
 ROADS: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,

@@ -259,6 +259,9 @@ def fused():
     return build("silu")
 
 
+model = torch.nn.Linear(2, 3)
+
+
 def number() -> int:
     return 1
 
@@ -329,10 +332,11 @@ def test_the_command_fails_where_cudnn_has_no_plan_at_all(
     [
         ("{}:nothing", 2, "defines no 'nothing'"),
         ("{}:number", 2, "'number' of "),
+        ("{}:model", 2, "is a Linear, not a graph; of a model, cg.fuse(model, example).report"),
         ("{}:build", 2, "cannot be run: TypeError"),
         ("{}.missing", 2, "there is no file"),
         ("{}:wrong", 1, "x 'x' is int32"),
-        ("{}:bare --target a100", 1, "known targets: nvidia-h100, nvidia-h200"),
+        ("{}:bare --target a100", 1, "target 'a100' is not known\n  - known targets: nvidia-h100"),
     ],
 )
 def test_the_command_says_what_is_wrong_without_a_traceback(
