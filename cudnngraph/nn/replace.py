@@ -42,7 +42,7 @@ class Report:
     left: tuple[Swap, ...]
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (*self.swapped, *self.left)))
+        return "\n".join(map(str, (*self.swapped, *self.left))) or "swapped nothing"
 
 
 @checked

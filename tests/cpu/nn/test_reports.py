@@ -28,6 +28,11 @@ def test_a_model_that_is_attention_is_called_the_model() -> None:
     assert str(cg.nn.replace(Mixer())) == "swapped the model (Mixer)"
 
 
+def test_a_report_of_nothing_is_not_empty() -> None:
+    report = cg.nn.replace(nn.Linear(8, 8))
+    assert (report.swapped, report.left, str(report)) == ((), (), "swapped nothing")
+
+
 def test_attention_in_a_forward_that_cannot_be_traced_is_left_with_the_reason() -> None:
     for model, name in (
         (Mixer(branches=True), "the model"),
