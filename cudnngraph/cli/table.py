@@ -20,7 +20,7 @@ def print_table(
     ``styles`` gives rich's style ("bold red") to cells by their text; plain text has none. Plain
     columns are separated by two spaces, and the last one is not padded. A terminal folds the last
     column; one that is too narrow goes without those that are ``expendable``, first come first
-    gone, which a line says, and then folds every wide column.
+    gone, which a line says, and then folds every wide column, and at last every column.
     """
     if sys.stdout.isatty():
         _print_rich(columns, rows, title, styles or {}, expendable)
@@ -71,10 +71,14 @@ def _print_rich(
         rows = [[*row[:at], *row[at + 1 :]] for row in rows]
     tight = _drawn_width(columns, rows) > console.width
     widths = _widths(columns, rows)
+    # rich cuts off what is not wrapped and has no room, without a sign of it.
+    folded = sum(min(width, FOLDED) for width in widths) + 3 * len(columns) + 1
+    whole = folded <= console.width
     table = Table(title=title or None, title_justify="left")
     for column, width in zip(columns[:-1], widths, strict=False):
-        table.add_column(column, no_wrap=not (tight and width > FOLDED), overflow="fold")
-    table.add_column(columns[-1], no_wrap=tight and widths[-1] <= FOLDED, overflow="fold")
+        table.add_column(column, no_wrap=whole and not (tight and width > FOLDED), overflow="fold")
+    no_wrap = whole and tight and widths[-1] <= FOLDED
+    table.add_column(columns[-1], no_wrap=no_wrap, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
     console.print(table)

@@ -224,6 +224,22 @@ def test_a_narrow_terminal_gets_whole_cells_of_fewer_columns(
     assert "10.0 µs" in out
 
 
+@pytest.mark.parametrize("width", [20, 40])
+def test_a_terminal_too_narrow_for_whole_cells_gets_every_character(
+    width: int, dump: Dump, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, out = in_terminal(width, dump, monkeypatch, "--filter", "TILE_SIZE=2")
+    cells = [line.split("│")[1:-1] for line in out.splitlines() if line[:1] == "│"]
+    assert {len(line) for line in cells} == {4}
+    whole = ["".join("".join(column).split()) for column in zip(*cells, strict=True)]
+    assert whole == [
+        ids["tuned"][:12],
+        "conv→bias→relu",
+        "10.0µs",
+        "engine44(IDX_MODE=0TILE_SIZE=2)",
+    ]
+
+
 # -- one entry -------------------------------------------------------------------------------------
 
 
