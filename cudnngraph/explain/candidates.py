@@ -77,12 +77,13 @@ class Candidates(OnTarget):
     """The parts of a graph that a search may build on a described GPU, in the order of a search.
 
     ``whole_by_torch`` says why the graph is not for cuDNN at all. ``kept`` counts the parts whose
-    ranking is in the cache for that GPU.
+    ranking is in the cache for that GPU, ``unkept`` those whose ranking could not be written there.
     """
 
     parts: tuple[ListedPart, ...]
     whole_by_torch: str = ""
     kept: int = 0
+    unkept: int = 0
 
     def __str__(self) -> str:
         lines = [
@@ -91,6 +92,11 @@ class Candidates(OnTarget):
         ]
         if not self.driver:
             lines.append(f"note: {WITHOUT_DRIVER}; so nothing is kept")
+        if self.unkept:
+            lines.append(
+                "note: rankings that cannot be written to the cache directory, so are not kept: "
+                f"{self.unkept}; CUDNNGRAPH_LOG=info says why"
+            )
         if self.whole_by_torch:
             lines.append(f"by torch, there is nothing to search: {self.whole_by_torch}")
         for number, part in enumerate(self.parts, 1):
@@ -105,6 +111,7 @@ class Candidates(OnTarget):
             "max_candidates": self.policy.max_candidates,
             "whole_by_torch": self.whole_by_torch,
             "kept": self.kept,
+            "unkept": self.unkept,
             "parts": [
                 {
                     "ops": list(part.ops),
@@ -166,7 +173,7 @@ def candidates(
     driver = libraries.load_driver().usable
     capability = deviceless.target_capability(target)
     found: list[ListedPart] = []
-    kept = 0
+    kept = unkept = 0
     with planning_for(capability):
         why = why_not_cudnn(spec)
         bench = _ListingBench(target, resolved)
@@ -176,8 +183,9 @@ def candidates(
             ranked, examined = bench.listed.get(id(part.step.spec), ((), ()))
             found.append(_listed(part, examined, kernels, resolved))
             if ranked and driver:
-                there = is_ranked(memo, part.step.spec)
-                kept += there or keep_ranking(memo, part.step.spec, ranked)
+                spec_of_part = part.step.spec
+                there = is_ranked(memo, spec_of_part) or keep_ranking(memo, spec_of_part, ranked)
+                kept, unkept = kept + there, unkept + (not there)
     return Candidates(
         spec,
         target,
@@ -189,6 +197,7 @@ def candidates(
         tuple(found),
         why or "",
         kept,
+        unkept,
     )
 
 

@@ -179,6 +179,10 @@ def test_nothing_counts_as_kept_where_the_directory_cannot_be_used(folder: Path)
     folder.write_text("a file")
     found = candidates(block(), "nvidia-h200")
     assert found.kept == 0 and found.parts[0].plans
+    assert found.to_dict()["unkept"] == found.unkept > 0
+    assert f"cannot be written to the cache directory, so are not kept: {found.unkept}" in str(
+        found
+    )
 
 
 # -- the command -----------------------------------------------------------------------------------
