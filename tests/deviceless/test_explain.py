@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend import env
+from cudnngraph.backend import deviceless, env
 from cudnngraph.backend.deviceless import propose_for
 from cudnngraph.cli import main
 from cudnngraph.explain.offline import Explanation
@@ -176,6 +176,45 @@ def test_float64_is_not_shown_to_cudnn() -> None:
     (step,) = cg.explain(conv(torch.float64)).steps
     assert step.runs_on == "torch"
     assert "float64" in step.refusals[0].reason
+
+
+def fan(branches: int) -> cg.Graph:
+    """A product, and as many pointwise ops on its operand."""
+    g = cg.Graph("fan")
+    x = g.input("x", (64, 64), torch.float16)
+    for at in range(branches):
+        g.output(f"y{at}", g.relu(x * (at + 1.0)))
+    g.output("z", x @ g.input("w", (64, 64), torch.float16))
+    return g
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_graph_of_many_ops_on_inputs_is_not_shown_to_cudnn_as_a_whole() -> None:
+    """It raised MemoryError or ValueError out of the library, or did not come back."""
+    explained = cg.explain(fan(60))
+    ops = [op for step in explained.steps for op in step.ops]
+    assert sorted(ops) == sorted(["matmul", *["mul", "relu"] * 60])
+    reasons = [refusal.reason for step in explained.steps for refusal in step.refusals]
+    assert any(reason.startswith("61 ops read inputs alone") for reason in reasons), reasons
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_graph_of_some_ops_on_inputs_is_shown_to_cudnn() -> None:
+    deviceless.lower_for(fan(9).spec(), "nvidia-h200")
+    with pytest.raises(cg.NotSupported, match=r"14 ops read inputs alone.*; at most 13 are shown"):
+        deviceless.lower_for(fan(13).spec(), "nvidia-h200")
+
+
+@pytest.mark.usefixtures("driver")
+def test_bools_that_are_inputs_count_as_ops() -> None:
+    g = cg.Graph("bools")
+    x = g.input("x", (64, 64), torch.float16)
+    y = x @ g.input("w", (64, 64), torch.float16)
+    for at in range(13):
+        y = g.where(g.input(f"b{at}", (64, 64), torch.bool), y, 0.0)
+    g.output("y", y)
+    with pytest.raises(cg.NotSupported, match="14 ops read inputs alone"):
+        deviceless.lower_for(g.spec(), "nvidia-h200")
 
 
 @pytest.mark.usefixtures("driver")

@@ -66,6 +66,7 @@ from .refusals import (
     check_beside_convolutions,
     check_beside_norms,
     check_beside_products,
+    check_sources,
     no_group_norm,
     no_groups,
     no_loss,
@@ -226,6 +227,7 @@ def _lowered(spec: GraphSpec, frontend: Any, graph_options: dict[str, Any]) -> L
         ctx = Context(frontend, graph, spec, view_of(spec))
         check_beside_norms(spec, ctx.view)
         check_beside_attention(spec)
+        check_sources(spec)
         for uid, name in enumerate(spec.inputs, 1):
             dims, strides = ctx.view.dims(*cudnn_dims(spec, name))
             kind = spec.tensors[name].dtype

@@ -18,6 +18,9 @@ from .context import Context
 from .dims import DimMap, padded
 from .pointwise import COMMUTATIVE
 
+#: Ops of a graph that read inputs alone. With so many cuDNN 9.19 takes some seconds.
+MOST_SOURCES = 13
+
 
 def torch_only(ctx: Context | None, node: Node) -> Any:
     """An op that moves elements and computes nothing."""
@@ -115,6 +118,23 @@ def check_beside_attention(spec: GraphSpec) -> None:
         made = spec.tensors[name]
         if name in spec.outputs and made.shape and made.stride[-1] != 1 < made.shape[-1]:
             raise Refused(f"'{name}' lies across the rows of attention, where cuDNN crashes")
+
+
+def check_sources(spec: GraphSpec) -> None:
+    """Refuse a graph in which many ops read nothing but inputs.
+
+    cuDNN 9.19 goes through their combinations: each more takes it three times as long, and of many
+    it asks for more memory than there is.
+    """
+    made = {name for name in spec.inputs if spec.tensors[name].dtype == torch.bool}
+    sources = len(made)  # a bool is compared first, by an op
+    for node in spec.nodes:
+        if node.op != "constant":
+            sources += made.isdisjoint(node.operands)
+            made.update(node.results)
+    if sources > MOST_SOURCES:
+        what = f"{sources} ops read inputs alone, whose combinations cuDNN goes through"
+        raise Refused(f"{what}; at most {MOST_SOURCES} are shown to it")
 
 
 def _check_behind_batch_norm(spec: GraphSpec, fused: Sequence[Node]) -> None:
