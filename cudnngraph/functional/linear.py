@@ -62,9 +62,9 @@ def linear(
     """act(F.linear(input, weight, bias) + residual): input (..., K), weight (N, K) → (..., N)."""
     x, weight, bias, residual = cast(input, weight, bias, residual)
     static = intern_static(product_options, activation, sorted_attrs(activation_attrs))
-    features = weight.shape[:1]  # of a weight without dims the graph says what is wrong
+    features = weight.shape[:1]  # of a weight that is no matrix the graph says so
     shape: Sequence[int] = (*x.shape[:-1], *features)
-    if residual is None or residual.shape == shape:
+    if residual is None or residual.shape == shape or weight.dim() != 2:
         rows, added = _rows(x), None if residual is None else _rows(residual)
     else:
         rows, added, shape = _broadcast(x, residual, features)

@@ -418,6 +418,16 @@ def test_linear_refuses_a_residual_that_does_not_broadcast(x: tuple[int, ...]) -
         CF.linear(given, w, residual=z)
 
 
+@pytest.mark.parametrize("weight", [(), (5,), (2, 5, 3)], ids=str)
+@pytest.mark.parametrize("residual", [(1, 1, 3, 1, 5), (7,)], ids=str)
+def test_a_weight_that_is_no_matrix_is_named_beside_a_residual(
+    weight: tuple[int, ...], residual: tuple[int, ...]
+) -> None:
+    x, w, z = made((4, 1, 3, 1, 5), weight, residual)
+    with pytest.raises(cg.GraphError, match=r"weight 'weight' has shape \(.*expected \(N, K\)"):
+        CF.linear(x, w, residual=z)
+
+
 def test_a_number_is_no_operand_of_a_product() -> None:
     x, w, down = made((), (4, 1), (3, 4))
     with pytest.raises(cg.GraphError):
