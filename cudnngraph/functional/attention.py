@@ -97,7 +97,6 @@ def scaled_dot_product_attention(
     return tuple(result) if return_lse else result
 
 
-@explained
 def scaled_dot_product_attention_into(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:

@@ -193,7 +193,6 @@ def conv_bias_act(
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
-@explained
 def conv_bias_act_into(
     out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
@@ -300,7 +299,6 @@ def conv_transpose_bias_act(
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
-@explained
 def conv_transpose_bias_act_into(
     out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:

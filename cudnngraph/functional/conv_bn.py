@@ -285,7 +285,6 @@ def conv_bn_act(
     return run_conv_norm_act(static, tensors, momentum, policy, out)
 
 
-@explained
 def conv_bn_act_into(
     out: Tensor,
     input: Tensor,

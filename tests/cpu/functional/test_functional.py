@@ -375,6 +375,26 @@ def test_out_is_refused_where_it_would_lose_a_gradient_or_does_not_fit() -> None
             CF.conv_bn_act(x, w, None, None, training=True, out=out)
 
 
+def test_the_into_forms_name_what_is_wrong_beside_tensors_that_are_options() -> None:
+    """They named every tensor among their options, and hid the mistake."""
+    x, w, z = (tensor.detach() for tensor in made((2, 3, 6, 6), (3, 3, 3, 3), (2, 3, 6, 6)))
+    last = torch.empty_like(z, memory_format=torch.channels_last)
+    for into in (CF.conv_bias_act_into, CF.conv_transpose_bias_act_into):
+        with pytest.raises(cg.BindError, match=r"1 problem:\n.*'out': has stride") as caught:
+            into(last, x, w, padding=1, residual=z)
+        assert "residual" not in str(caught.value)
+        with pytest.raises(cg.BindError, match="output 'out': overlaps input 'residual'"):
+            into(z, x, w, padding=1, residual=z)
+    mean, var = w.new_zeros(3), w.new_ones(3)
+    with pytest.raises(cg.BindError, match=r"1 problem:\n.*'out': has stride"):
+        CF.conv_bn_act_into(last, x, w, mean, var, padding=1, residual=z)
+    q, mask = x.detach(), torch.ones(6, 6, dtype=torch.bool)
+    with pytest.raises(cg.BindError, match=r"1 problem:\n.*'out': is float32"):
+        CF.scaled_dot_product_attention_into(q.float(), q, q, q, attn_mask=mask)
+    with pytest.raises(cg.BindError, match=r"1 problem:\n.*'residual': is 'z'"):
+        CF.conv_bias_act_into(z, x, w, padding=1, residual="z")
+
+
 # -- products --------------------------------------------------------------------------------------
 
 
