@@ -5,7 +5,7 @@ What views show of tensors is concatenated as these tensors are, and shown so be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -26,6 +26,8 @@ from ..ops.views import order_of
 from ..partition.analysis import CutGraph
 from .annotate import BOUNDED
 from .views import views_of
+
+MADE_BY_PLANS = ("matmul", "sdpa", "max_pool")  # beside convolutions
 
 
 def concat_before_views(spec: GraphSpec) -> GraphSpec:
@@ -151,30 +153,86 @@ def concat_in_place(spec: GraphSpec) -> GraphSpec:
     if not joins:
         return spec
     graph, tensors = CutGraph(spec), dict(spec.tensors)
+    copied: dict[str, str] = {}  # the operand that is, by the result
     for node in reversed(joins):  # the outermost first: what it joins may be joined itself
         result = tensors[node.results[0]]
         size = graph.crossing(result.name).dtype.itemsize
         pitches = (s for n, s in zip(result.shape, result.stride, strict=True) if n > 1 < s)
         if any(pitch * size % ALIGNMENT_BYTES for pitch in pitches):
             continue
-        of_groups = _is_of_groups(graph, node)
-        start = 0
+        start, left, before = 0, list[str](), dict(tensors)
         for name in node.operands:
             tensor, offset = tensors[name], start * result.stride[node.attr("dim")]
             start += tensor.shape[node.attr("dim")]
-            others = [each for each in graph.readers[name] if each is not node]
-            if (
-                graph.may_join(name)
-                and len(graph.readers[name]) == len(others) + 1
-                and all(_reads_any_strides(graph, each, name) for each in others)
-                and graph.crossing(name).dtype == graph.crossing(result.name).dtype
-                and offset * size % ALIGNMENT_BYTES == 0
-                and (
-                    not (of_groups or _is_copied(graph, name)) or rules().convolution_parts_in_place
-                )
-            ):
+            if offset * size % ALIGNMENT_BYTES == 0 and _may_be_part(graph, name, node):
                 tensors[name] = replace(tensor, stride=result.stride)
-    return spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
+            else:
+                left.append(name)
+        if len(left) != 1 or len(node.operands) < 2 or not _is_in_memory(graph, node):
+            continue
+        parts = [name for name in node.operands if name not in left]
+        if _is_of_kernel(graph, left[0]) or not any(_is_of_kernel(graph, each) for each in parts):
+            copied[result.name] = left[0]
+        else:  # one kernel makes the parts and joins them
+            tensors = before
+    made = spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
+    return _with_copies(made, copied) if copied else made
+
+
+def _may_be_part(graph: CutGraph, name: str, node: Node) -> bool:
+    """Whether what makes an operand of a concatenation may write it into its slice."""
+    others = [each for each in graph.readers[name] if each is not node]
+    return (
+        graph.may_join(name)
+        and len(graph.readers[name]) == len(others) + 1
+        and all(_reads_any_strides(graph, each, name) for each in others)
+        and graph.crossing(name).dtype == graph.crossing(node.results[0]).dtype
+        and (
+            not (_is_of_groups(graph, node) or _is_copied(graph, name))
+            or rules().convolution_parts_in_place
+        )
+    )
+
+
+def _is_in_memory(graph: CutGraph, node: Node) -> bool:
+    """Whether the result of a concatenation is needed there, whoever else reads its parts."""
+    (name,) = node.results
+    readers = (OPS[each.op] for each in graph.readers.get(name, ()))
+    return name in graph.spec.outputs or any(
+        each.has("convolution") or each.name in MADE_BY_PLANS for each in readers
+    )
+
+
+def _is_of_kernel(graph: CutGraph, name: str) -> bool:
+    """Whether a generated kernel makes a tensor, which then may write it anywhere as well."""
+    if name not in graph.producer:
+        return False
+    while (made := graph.producer.get(name)) is not None and OPS[made.op].pointwise:
+        name = made.operands[0]
+    return made is None or not (OPS[made.op].has("convolution") or made.op in MADE_BY_PLANS)
+
+
+def _with_copies(spec: GraphSpec, copied: Mapping[str, str]) -> GraphSpec:
+    """The graph in which a copy of an operand is joined, by the results: all of the others are
+    there already. What makes the operand may write the copy, too."""
+    taken, tensors = taken_names(spec), dict(spec.tensors)
+    behind: dict[str, list[Node]] = {}
+    joins: dict[str, Node] = {}
+    for node in spec.nodes:
+        name = copied.get(node.results[0]) if node.op == "concat" else None
+        if name is None:
+            continue
+        label = free(f"{name}_part", taken)
+        tensors[label] = replace(tensors[name], name=label, stride=tensors[node.results[0]].stride)
+        copy = Node("identity", free(f"{label}_copy", taken), (name,), (label,))
+        behind.setdefault(name, []).append(copy)
+        parts = tuple(label if each == name else each for each in node.inputs)
+        joins[node.name] = replace(node, inputs=parts)
+    nodes = [copy for name in spec.inputs for copy in behind.get(name, ())]
+    for node in spec.nodes:
+        nodes.append(joins.get(node.name, node))
+        nodes += [copy for name in node.results for copy in behind.get(name, ())]
+    return replace(spec, tensors=tensors, nodes=tuple(nodes))
 
 
 def _is_copied(graph: CutGraph, name: str) -> bool:

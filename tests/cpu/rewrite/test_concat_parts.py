@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 import cudnngraph as cg
 from cudnngraph.device.rules import changed
@@ -16,6 +19,8 @@ from tests import numerics
 
 F16 = torch.float16
 POLICY = cg.Policy(allow_tf32=False, kernels=True)
+
+Given = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 
 def joined(kind: str) -> GraphSpec:
@@ -90,3 +95,53 @@ def test_both_ways_compute_the_same() -> None:
             found.append(compile_spec(spec, "cpu", policy=POLICY)(*inputs))
     for mine, theirs in zip(*found, strict=True):
         numerics.check(mine, theirs.double(), F16, terms=144)
+
+
+def left_over(kind: str) -> tuple[GraphSpec, Given]:
+    """A concatenation of two parts, one of which is an output of a kernel ("kernel"), an input, or
+    of a convolution ("plan"), and the same in torch. A convolution reads it, but for "nothing"."""
+    g = cg.Graph(kind)
+
+    def new(name: str, *shape: int) -> cg.Value:
+        return g.input(name, shape, F16, layout="channels_last")
+
+    x = new("x", 2, 32, 6, 6)
+    part = g.max_pool(x, 3, 1, 1) if kind == "pooled" else g.silu(new("z", 2, 32, 6, 6))
+    other = x
+    if kind == "kernel":
+        other = g.gelu(x)
+        g.output("other", other)
+    elif kind == "plan":
+        other = g.relu(g.conv(x, new("v", 32, 32, 1, 1)))
+    whole = g.concat([other, part], 1)
+    whole = g.silu(whole) if kind == "nothing" else g.conv(whole, new("w", 32, 64, 1, 1))
+    g.output("y", whole)
+
+    def by_torch(t: dict[str, torch.Tensor]) -> torch.Tensor:
+        x = t["x"]
+        part = F.max_pool2d(x, 3, 1, 1) if kind == "pooled" else F.silu(t["z"])
+        other = F.gelu(x) if kind == "kernel" else x
+        other = F.conv2d(x, t["v"]).relu() if kind == "plan" else other
+        whole = torch.cat([other, part], 1)
+        return F.silu(whole) if kind == "nothing" else F.conv2d(whole, t["w"])
+
+    return g.spec(), by_torch
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "copies"),
+    [("kernel", 2, 1), ("input", 0, 0), ("plan", 0, 0), ("nothing", 1, 0), ("pooled", 2, 1)],
+)
+def test_a_part_that_is_left_over_is_copied_where_that_moves_less(
+    kind: str, parts: int, copies: int
+) -> None:
+    spec, by_torch = left_over(kind)
+    found = legalize(spec, POLICY)
+    assert written_into(found) == parts
+    assert sum(node.op == "identity" for node in found.nodes) == copies
+    inputs = random_inputs(spec, torch.device("cpu"))
+    results = compile_spec(spec, "cpu", policy=POLICY)(*inputs)
+    named = dict(zip(spec.inputs, (each.double() for each in inputs), strict=True))
+    several = results if isinstance(results, tuple) else (results,)
+    y = dict(zip(spec.outputs, several, strict=True))["y"]
+    numerics.check(y, by_torch(named), F16, terms=64)

@@ -1,0 +1,74 @@
+"""Transposed convolutions whose windows lie side by side, and the gradients of images that are
+such: products of pixels and weights, each row of which is a window of the result.
+
+cuDNN has no fast engine for them in 16 bits (9.19: those that fuse a bias move twice the pixels'
+bytes per time of a copy at best). What reads the result takes its pixels where the product has
+them, or one kernel puts them in order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...device.rules import rules
+from ...graph.value import Value, set_stride
+from ...ir.spec import channels_last_strides, is_channels_last
+from ...ops.base import LOW_PRECISION
+from .base import spread
+
+if TYPE_CHECKING:
+    from ..convert import Importer
+
+Options = dict[str, Any]
+
+WIDTH = 8  # elements: rows of 16-bit products that are a multiple of it have fast engines
+
+
+def transposed(
+    c: Importer, x: Value, weight: Value | torch.Tensor, options: Options
+) -> Value | None:
+    """The transposed convolution of x (N, C, *spatial) by a weight (C, K, *window), constant or
+    not, as a product; None where it is best as it is."""
+    window = tuple(weight.shape[2:])
+    if not _lie_side_by_side(c, x, weight, options):
+        return None
+    n, channels, *pixels = x.shape
+    results, many = weight.shape[1], math.prod(window)
+    last = (0, *range(2, len(x.shape)), 1)
+    if isinstance(weight, torch.Tensor):
+        held = c.constant(weight.permute(last).reshape(channels, -1), "weight")
+    else:
+        held = c.g.reshape(c.g.permute(weight, last), (channels, many * results))
+    rows = c.g.reshape(c.g.permute(x, last), (n * math.prod(pixels), channels))
+    made = c.g.reshape(c.g.matmul(rows, held), (n, *pixels, *window, results))
+    rank = len(pixels)
+    turned = [dim for at in range(1, rank + 1) for dim in (at, rank + at)]
+    made = c.g.permute(made, (0, 2 * rank + 1, *turned))
+    whole = tuple(side * step for side, step in zip(pixels, window, strict=True))
+    made = c.g.reshape(made, (n, results, *whole))
+    if made.spec is not None:
+        set_stride(made, channels_last_strides(made.shape))
+    return made
+
+
+def _lie_side_by_side(
+    c: Importer, x: Value, weight: Value | torch.Tensor, options: Options
+) -> bool:
+    """Whether no windows overlap, and nothing lies between or around them, of images whose pixels
+    are rows of a product."""
+    window = tuple(weight.shape[2:])
+    rank = len(window)
+    plain = options["groups"] == 1 and options["padding"] in (0, (0,) * rank)
+    plain = plain and not any(spread(options.get("output_padding", 0), rank))
+    plain = plain and all(step == 1 for step in spread(options["dilation"], rank))
+    if not (plain and spread(options["stride"], rank) == window and math.prod(window) > 1):
+        return False
+    if not (rules().windows_as_products and c.on_gpu and c.kernels and rank > 1):
+        return False
+    if x.dtype not in LOW_PRECISION or weight.dtype != x.dtype or x.spec is None or c.packed(x):
+        return False
+    wide = all(channels % WIDTH == 0 for channels in weight.shape[:2])
+    return wide and is_channels_last(x.shape, x.spec.stride)
