@@ -94,6 +94,17 @@ class ImportRules:
         stage="import",
         others=(2, ANY),
     )
+    windows_as_products: bool = measured(
+        True,
+        "yes or no",
+        "whether transposed convolutions whose windows lie side by side are products, gradients of "
+        "images among them: a U-Net's four take 223 us, where the bytes of products take 45 (an "
+        "estimate)",
+        page="h200-steps.md",
+        alternative="the transposed convolution",
+        stage="import",
+        others=(False, True),
+    )
     padded_channels_min: int = measured(
         11,
         "channels",

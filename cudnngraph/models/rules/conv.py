@@ -17,6 +17,7 @@ from .base import Arguments, Rule, Skip, spread
 from .conv_forms import by_channels, by_dense_values, by_other_ops, laid_out
 from .norm import Norm
 from .pixel_blocks import by_blocks
+from .side_by_side import transposed as by_product
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -61,6 +62,9 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
         y = by_other_ops(c, x, weight, bias, options)
     elif not transposed and not isinstance(weight, torch.Tensor):
         y = by_dense_values(c, x, c.value(weight), options)
+        y = None if y is None else _biased(c, y, bias)
+    if transposed:
+        y = by_product(c, x, weight if fixed else c.value(weight), options)
         y = None if y is None else _biased(c, y, bias)
     if y is None and not transposed:
         held = weight if isinstance(weight, torch.Tensor) else c.value(weight)

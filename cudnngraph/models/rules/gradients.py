@@ -13,6 +13,7 @@ from .base import Arguments, Rule, Skip, spread
 from .conv_forms import gradients_by_dense_values
 from .norm import as_kept, norm_weight, takes_group_norm, widened
 from .pixel_blocks import weight_gradient_by_blocks
+from .side_by_side import transposed
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -107,7 +108,11 @@ def _convolution_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
     of_weights = weight_gradient_by_blocks(c, dy, x, weight, geometry) if of_weight else None
     if of_weight and of_weights is None:
         of_weights = c.g.conv_wgrad(dy, x, kernel=kernel, **geometry)
-    of_images = c.g.conv_transpose(dy, weight, output_padding=extra, **geometry) if of_x else None
+    of_images = None
+    if of_x:
+        options = {"output_padding": extra, **geometry}
+        of_images = transposed(c, dy, weight, options)
+        of_images = c.g.conv_transpose(dy, weight, **options) if of_images is None else of_images
     return of_images, of_weights, of_biases
 
 
