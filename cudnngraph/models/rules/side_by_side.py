@@ -1,9 +1,9 @@
 """Transposed convolutions whose windows lie side by side, and the gradients of images that are
 such: products of pixels and weights, each row of which is a window of the result.
 
-cuDNN has no fast engine for them in 16 bits (9.19: those that fuse a bias move twice the pixels'
-bytes per time of a copy at best). What reads the result takes its pixels where the product has
-them, or one kernel puts them in order.
+cuDNN (9.19) has no fast engine for them in 16 bits: four of a U-Net's step take 223 us on an H200,
+where a copy of their bytes takes 45. What reads the result takes its pixels from where the product
+has them, or a kernel puts them in order.
 """
 
 from __future__ import annotations
