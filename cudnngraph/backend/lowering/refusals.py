@@ -123,7 +123,7 @@ def check_beside_attention(spec: GraphSpec) -> None:
 def check_sources(spec: GraphSpec) -> None:
     """Refuse a graph in which many ops read nothing but inputs.
 
-    cuDNN 9.19 goes through their combinations: each more takes it several times as long, and of many
+    cuDNN 9.19 goes through their combinations: with each more it takes far longer, and of many
     it asks for more memory than there is.
     """
     made = {name for name in spec.inputs if spec.tensors[name].dtype == torch.bool}
