@@ -94,6 +94,16 @@ class ImportRules:
         stage="import",
         others=(2, ANY),
     )
+    odd_results_min_pixels: int = measured(
+        1 << 16,
+        "pixels of a batch",
+        "from how many on a 16-bit convolution makes results of a multiple of 8 channels in "
+        "training (a head of 21 classes: 39 us for its three steps in place of 118)",
+        page="h200-stems.md",
+        alternative="the results as they are",
+        stage="import",
+        others=(ANY,),
+    )
     windows_as_products: bool = measured(
         True,
         "yes or no",

@@ -16,6 +16,7 @@ from .affine import following_affine, following_norm
 from .base import Arguments, Rule, Skip, spread
 from .conv_forms import by_channels, by_dense_values, by_other_ops, laid_out
 from .norm import Norm
+from .odd_results import by_more_results
 from .pixel_blocks import by_blocks
 from .side_by_side import transposed as by_product
 
@@ -56,20 +57,9 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
         else:
             before = None
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    y = None
     if fixed and not transposed:
         x = laid_out(c, x, weight)
-        y = by_other_ops(c, x, weight, bias, options)
-    elif not transposed and not isinstance(weight, torch.Tensor):
-        y = by_dense_values(c, x, c.value(weight), options)
-        y = None if y is None else _biased(c, y, bias)
-    if transposed:
-        y = by_product(c, x, weight if fixed else c.value(weight), options)
-        y = None if y is None else _biased(c, y, bias)
-    if y is None and not transposed:
-        held = weight if isinstance(weight, torch.Tensor) else c.value(weight)
-        y = by_blocks(c, x, held, options)
-        y = None if y is None else _biased(c, y, bias)
+    y = _in_another_form(c, x, weight, bias, options, transposed=transposed)
     if y is None:
         if isinstance(weight, torch.Tensor):
             if packed := c.packed(x):
@@ -89,6 +79,27 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
         if norm is not None:
             c.folded |= dict.fromkeys(norm[0], c.node)
     return y
+
+
+def _in_another_form(
+    c: Importer, x: Value, weight: Any, bias: Any, options: dict[str, Any], *, transposed: bool
+) -> Value | None:
+    """The convolution with its bias as other ops, or of other channels; None where it is best as
+    it is."""
+    known = isinstance(weight, torch.Tensor), isinstance(bias, (torch.Tensor, NoneType))
+    held = weight if known[0] else c.value(weight)
+    if transposed:
+        y = by_product(c, x, held, options)
+        return None if y is None else _biased(c, y, bias)
+    if all(known):
+        y = by_other_ops(c, x, weight, bias, options)
+        if y is not None:
+            return y
+    y = None if known[0] else by_dense_values(c, x, held, options)
+    y = by_blocks(c, x, held, options) if y is None else y
+    if y is None and not known[0] and (bias is None or not known[1]):
+        return by_more_results(c, x, held, None if bias is None else c.value(bias), options)
+    return None if y is None else _biased(c, y, bias)
 
 
 def _biased(c: Importer, y: Value, bias: Any) -> Value:

@@ -12,7 +12,9 @@ from ...ops.base import FLOATS
 from .base import Arguments, Rule, Skip, spread
 from .conv_forms import gradients_by_dense_values
 from .norm import as_kept, norm_weight, takes_group_norm, widened
+from .odd_results import with_more_results
 from .pixel_blocks import weight_gradient_by_blocks
+from .shape import part
 from .side_by_side import transposed
 
 if TYPE_CHECKING:
@@ -105,9 +107,10 @@ def _convolution_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
     dense = gradients_by_dense_values(c, dy, x, weight, extra, geometry, wanted)
     if dense is not None:
         return (*dense, of_biases)
+    results, (dy, weight) = weight.shape[0], with_more_results(c, dy, x, weight, geometry)
     of_weights = weight_gradient_by_blocks(c, dy, x, weight, geometry) if of_weight else None
     if of_weight and of_weights is None:
-        of_weights = c.g.conv_wgrad(dy, x, kernel=kernel, **geometry)
+        of_weights = part(c, c.g.conv_wgrad(dy, x, kernel=kernel, **geometry), 0, 0, results)
     of_images = None
     if of_x:
         options = {"output_padding": extra, **geometry}

@@ -1,0 +1,63 @@
+"""Convolutions by weights that change whose results have an odd number of channels, as the classes
+of a segmentation: they make a multiple of eight, of which the others are zero and not read.
+
+Engines with tensor cores move eight 16-bit numbers at a time. Constant weights are padded before
+(:mod:`~cudnngraph.models.pad_channels`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...device.rules import rules
+from ...graph.value import Value, set_stride
+from ...ir.spec import channels_last_strides, is_channels_last
+from ...ops.base import LOW_PRECISION
+from .shape import between, part
+
+if TYPE_CHECKING:
+    from ..convert import Importer
+
+Options = dict[str, Any]
+
+EIGHT = 8
+
+
+def by_more_results(
+    c: Importer, x: Value, weight: Value, bias: Value | None, options: Options
+) -> Value | None:
+    """The convolution of x (N, C, *spatial) with its bias; None where it is best as it is."""
+    more = _more(c, x, weight, tuple(c.node.meta["val"].shape), options)
+    if not more:
+        return None
+    y = c.g.conv(x, between(c, weight, 0, 0, more, 0.0), **options)
+    y = y if bias is None else c.g.bias(y, between(c, bias, 0, 0, more, 0.0))
+    return part(c, y, 1, 0, weight.shape[0])
+
+
+def with_more_results(
+    c: Importer, dy: Value, x: Value, weight: Value, options: Options
+) -> tuple[Value, Value]:
+    """The gradient of a result and the weight, for the gradients of a convolution: with as many
+    channels of results as :func:`by_more_results` makes."""
+    more = _more(c, x, weight, dy.shape, options)
+    if not more:
+        return dy, weight
+    wide = between(c, dy, 1, 0, more, 0.0)
+    if wide.spec is not None:  # as engines want it: a loss leaves its gradient contiguous
+        set_stride(wide, channels_last_strides(wide.shape))
+    return wide, between(c, weight, 0, 0, more, 0.0)
+
+
+def _more(c: Importer, x: Value, weight: Value, results: Sequence[int], options: Options) -> int:
+    """How many channels the results of a convolution get beside their own."""
+    if not (c.on_gpu and c.kernels) or options["groups"] != 1 or len(x.shape) < 4:
+        return 0
+    if x.dtype not in LOW_PRECISION or weight.dtype != x.dtype or x.spec is None:
+        return 0
+    if x.shape[1] % EIGHT or not is_channels_last(x.shape, x.spec.stride):
+        return 0
+    pixels = math.prod((results[0], *results[2:]))
+    return -weight.shape[0] % EIGHT if pixels >= rules().odd_results_min_pixels else 0
