@@ -160,7 +160,7 @@ def concat_in_place(spec: GraphSpec) -> GraphSpec:
         pitches = (s for n, s in zip(result.shape, result.stride, strict=True) if n > 1 < s)
         if any(pitch * size % ALIGNMENT_BYTES for pitch in pitches):
             continue
-        start, left, before = 0, list[str](), dict(tensors)
+        start, left = 0, list[str]()
         for name in node.operands:
             tensor, offset = tensors[name], start * result.stride[node.attr("dim")]
             start += tensor.shape[node.attr("dim")]
@@ -173,8 +173,6 @@ def concat_in_place(spec: GraphSpec) -> GraphSpec:
         parts = [name for name in node.operands if name not in left]
         if _is_of_kernel(graph, left[0]) or not any(_is_of_kernel(graph, each) for each in parts):
             copied[result.name] = left[0]
-        else:  # one kernel makes the parts and joins them
-            tensors = before
     made = spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
     return _with_copies(made, copied) if copied else made
 

@@ -130,7 +130,7 @@ def left_over(kind: str) -> tuple[GraphSpec, Given]:
 
 @pytest.mark.parametrize(
     ("kind", "parts", "copies"),
-    [("kernel", 2, 1), ("input", 0, 0), ("plan", 0, 0), ("nothing", 1, 0), ("pooled", 2, 1)],
+    [("kernel", 2, 1), ("input", 1, 0), ("plan", 1, 0), ("nothing", 1, 0), ("pooled", 2, 1)],
 )
 def test_a_part_that_is_left_over_is_copied_where_that_moves_less(
     kind: str, parts: int, copies: int
