@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ..ir.spec import GraphSpec
-from .apart import Apart
+from .lane_by_lane import LaneByLane
 from .rows import MOST_THREADS, WARP, Rows, Schedule, narrower, reads_plainly, rows_of
 from .source import Source
 from .tape import Refused
@@ -38,8 +38,8 @@ def written(
         schedule = narrower(rows, schedule)
         if schedule.lanes == 1 and not rows.reductions:
             with suppress(Narrower):
-                apart = Apart(spec, asked, rows, most_blocks)
-                return apart, *apart.lines()
+                by_lane = LaneByLane(spec, asked, rows, most_blocks)
+                return by_lane, *by_lane.lines()
 
 
 def check(rows: Rows, schedule: Schedule) -> None:

@@ -27,7 +27,7 @@ from ..partition.analysis import CutGraph
 from .annotate import BOUNDED
 from .views import views_of
 
-MADE_BY_PLANS = ("matmul", "sdpa", "max_pool")  # beside convolutions
+BY_PLANS = ("matmul", "sdpa", "max_pool")  # ops that cuDNN's plans run, beside convolutions
 
 
 def concat_before_views(spec: GraphSpec) -> GraphSpec:
@@ -197,7 +197,7 @@ def _is_in_memory(graph: CutGraph, node: Node) -> bool:
     (name,) = node.results
     readers = (OPS[each.op] for each in graph.readers.get(name, ()))
     return name in graph.spec.outputs or any(
-        each.has("convolution") or each.name in MADE_BY_PLANS for each in readers
+        each.has("convolution") or each.name in BY_PLANS for each in readers
     )
 
 
@@ -207,7 +207,7 @@ def _is_of_kernel(graph: CutGraph, name: str) -> bool:
         return False
     while (made := graph.producer.get(name)) is not None and OPS[made.op].pointwise:
         name = made.operands[0]
-    return made is None or not (OPS[made.op].has("convolution") or made.op in MADE_BY_PLANS)
+    return made is None or not (OPS[made.op].has("convolution") or made.op in BY_PLANS)
 
 
 def _with_copies(spec: GraphSpec, copied: Mapping[str, str]) -> GraphSpec:

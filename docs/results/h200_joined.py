@@ -10,19 +10,13 @@ generated for all of them. The ways of a case are timed as in h200_reductions.py
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import re
-import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from h200_masks import write
-from h200_reductions import Case, Way, lines_of, measure
+from h200_reductions import Case, measure, report
 from torch import nn
 
 import cudnngraph as cg
@@ -101,52 +95,15 @@ def cases() -> Iterator[Case]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="cases whose name this pattern finds")
-    args = parser.parse_args(arguments)
-    torch.manual_seed(0)
-    head = ("case", "way", "schedule", "us", "its launches", "of a copy", "error", "failed")
-    table = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    print("\n".join(table), flush=True)
-    kept: list[dict[str, Any]] = []
-    start = time.perf_counter()
-    for case in cases():
-        if not re.search(args.only, case.name):
-            continue
-        schedules = [patterns.choice_of(Schedule(lanes, 256)) for lanes in LANES]
-        try:
-            ways: list[Way] = measure(case, schedules)
-        except Exception as error:
-            print(f"| {case.name} | {type(error).__name__}: {str(error)[:300]} |", flush=True)
-            continue
-        found = list(lines_of(case, ways))
-        print("\n".join(found), flush=True)
-        table += found
-        kept.append(
-            {"case": case.name, "bytes": case.bytes} | {"ways": [vars(way) for way in ways]}
-        )
-        torch.cuda.empty_cache()
-    print(f"{time.perf_counter() - start:.0f} s", flush=True)
-    if args.out:
-        page = [
-            "# What is joined at odd places",
-            "",
-            f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {datetime.date.today()}.",
-            "",
-            "```",
-            "python docs/results/h200_joined.py --out docs/results/h200-joined.md",
-            "```",
-            "",
-            "Microseconds of a call within a CUDA graph, on data in turn that no cache holds, "
-            "medians, in turns. `copy` copies as many bytes as the case has to move, each input "
-            "and output once; `of a copy` is the share of its speed. With one lane a thread "
-            "writes one element at a time.",
-            "",
-            *table,
-        ]
-        write(page, args.out)
-        args.out.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+    said = (
+        "Microseconds of a call within a CUDA graph, on data in turn that no cache holds, "
+        "medians, in turns. `copy` copies as many bytes as the case has to move, each input "
+        "and output once; `of a copy` is the share of its speed. With one lane a thread "
+        "writes one element at a time."
+    )
+    schedules = [patterns.choice_of(Schedule(lanes, 256)) for lanes in LANES]
+    measured = partial(measure, schedules=schedules)
+    report(arguments, cases(), measured, "What is joined at odd places", said, "h200_joined")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import re
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -426,8 +426,16 @@ def lines_of(case: Case, ways: Sequence[Way]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """See the module's docstring."""
+def report(
+    arguments: Sequence[str] | None,
+    cases: Iterable[Case],
+    measured: Callable[[Case], list[Way]],
+    title: str,
+    said: str,
+    script: str,
+) -> None:
+    """Measure cases, print a table, and write a page of a title and what is said in front of the
+    table, with a JSON file beside it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="cases whose name this pattern finds")
@@ -438,11 +446,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\n".join(table), flush=True)
     kept: list[dict[str, Any]] = []
     start = time.perf_counter()
-    for case in cases():
+    for case in cases:
         if not re.search(args.only, case.name):
             continue
         try:
-            ways = measure(case)
+            ways = measured(case)
         except Exception as error:
             print(f"| {case.name} | {type(error).__name__}: {str(error)[:300]} |", flush=True)
             continue
@@ -455,24 +463,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.cuda.empty_cache()
     print(f"{time.perf_counter() - start:.0f} s", flush=True)
     if args.out:
-        page = [
-            "# Reductions over long rows and down columns",
-            "",
-            f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {datetime.date.today()}.",
-            "",
-            "```",
-            "python docs/results/h200_reductions.py --out docs/results/h200-reductions.md",
-            "```",
-            "",
-            "Microseconds of a call within a CUDA graph, on data in turn that no cache holds, "
-            "medians, in turns. `copy` copies as many bytes as the case has to move, each input "
-            "and output once; `of a copy` is the share of its speed. `its launches` are the "
-            "profiler's. Errors are relative to float64, of the worst result, in norm.",
-            "",
-            *table,
-        ]
+        where = (
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {datetime.date.today()}."
+        )
+        name = script.replace("_", "-")
+        command = f"python docs/results/{script}.py --out docs/results/{name}.md"
+        page = [f"# {title}", "", where, "", "```", command, "```", "", said, "", *table]
         write(page, args.out)
         args.out.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """See the module's docstring."""
+    said = (
+        "Microseconds of a call within a CUDA graph, on data in turn that no cache holds, "
+        "medians, in turns. `copy` copies as many bytes as the case has to move, each input "
+        "and output once; `of a copy` is the share of its speed. `its launches` are the "
+        "profiler's. Errors are relative to float64, of the worst result, in norm."
+    )
+    title = "Reductions over long rows and down columns"
+    report(arguments, cases(), measure, title, said, "h200_reductions")
 
 
 if __name__ == "__main__":

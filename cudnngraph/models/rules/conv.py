@@ -86,19 +86,23 @@ def _in_another_form(
 ) -> Value | None:
     """The convolution with its bias as other ops, or of other channels; None where it is best as
     it is."""
-    known = isinstance(weight, torch.Tensor), isinstance(bias, (torch.Tensor, NoneType))
-    held = weight if known[0] else c.value(weight)
+    constant = isinstance(weight, torch.Tensor)
+    held = weight if constant else c.value(weight)
     if transposed:
         y = by_product(c, x, held, options)
-        return None if y is None else _biased(c, y, bias)
-    if all(known):
-        y = by_other_ops(c, x, weight, bias, options)
+    elif constant:
+        y = None
+        if isinstance(bias, (torch.Tensor, NoneType)):
+            y = by_other_ops(c, x, weight, bias, options)
         if y is not None:
             return y
-    y = None if known[0] else by_dense_values(c, x, held, options)
-    y = by_blocks(c, x, held, options) if y is None else y
-    if y is None and not known[0] and (bias is None or not known[1]):
-        return by_more_results(c, x, held, None if bias is None else c.value(bias), options)
+        y = by_blocks(c, x, held, options)
+    else:
+        y = by_dense_values(c, x, held, options)
+        y = by_blocks(c, x, held, options) if y is None else y
+        if y is None and not isinstance(bias, torch.Tensor):
+            given = None if bias is None else c.value(bias)
+            return by_more_results(c, x, held, given, options)
     return None if y is None else _biased(c, y, bias)
 
 

@@ -21,6 +21,19 @@ if TYPE_CHECKING:
 Options = dict[str, Any]
 
 
+EIGHT = 8  # 16-bit numbers that engines with tensor cores move at a time
+
+
+def has_rows_of_pixels(c: Importer, x: Value, weight: Value | torch.Tensor) -> bool:
+    """Whether a convolution reads 16-bit images on a GPU in which the channels of a pixel lie side
+    by side, a multiple of eight of them."""
+    if not (c.on_gpu and c.kernels) or len(x.shape) < 4 or x.spec is None:
+        return False
+    if x.dtype not in LOW_PRECISION or weight.dtype != x.dtype or x.shape[1] % EIGHT:
+        return False
+    return is_channels_last(x.shape, x.spec.stride)
+
+
 def by_other_ops(
     c: Importer, x: Value, weight: torch.Tensor, bias: torch.Tensor | None, options: Options
 ) -> Value | None:

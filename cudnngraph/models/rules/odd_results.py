@@ -1,8 +1,8 @@
-"""Convolutions by weights that change whose results have an odd number of channels, as the classes
-of a segmentation: they make a multiple of eight, of which the others are zero and not read.
+"""Convolutions that make a multiple of eight channels in place of an odd number, in training.
 
-Engines with tensor cores move eight 16-bit numbers at a time. Constant weights are padded before
-(:mod:`~cudnngraph.models.pad_channels`).
+So do heads of segmentation, with a channel for a class. Those beside their own are zero, and not
+read. Engines with tensor cores move eight 16-bit numbers at a time. Constant weights are padded
+before (:mod:`~cudnngraph.models.pad_channels`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from ...device.rules import rules
 from ...graph.value import Value, set_stride
-from ...ir.spec import channels_last_strides, is_channels_last
-from ...ops.base import LOW_PRECISION
+from ...ir.spec import channels_last_strides
+from .conv_forms import EIGHT, has_rows_of_pixels
 from .shape import between, part
 
 if TYPE_CHECKING:
     from ..convert import Importer
 
 Options = dict[str, Any]
-
-EIGHT = 8
 
 
 def by_more_results(
@@ -53,11 +51,7 @@ def with_more_results(
 
 def _more(c: Importer, x: Value, weight: Value, results: Sequence[int], options: Options) -> int:
     """How many channels the results of a convolution get beside their own."""
-    if not (c.on_gpu and c.kernels) or options["groups"] != 1 or len(x.shape) < 4:
-        return 0
-    if x.dtype not in LOW_PRECISION or weight.dtype != x.dtype or x.spec is None:
-        return 0
-    if x.shape[1] % EIGHT or not is_channels_last(x.shape, x.spec.stride):
+    if options["groups"] != 1 or not has_rows_of_pixels(c, x, weight):
         return 0
     pixels = math.prod((results[0], *results[2:]))
     return -weight.shape[0] % EIGHT if pixels >= rules().odd_results_min_pixels else 0

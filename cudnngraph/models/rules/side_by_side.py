@@ -1,6 +1,6 @@
-"""Transposed convolutions whose windows lie side by side, and the gradients of images that are
-such: products of pixels and weights, each row of which is a window of the result.
+"""Transposed convolutions whose windows lie side by side, as products of pixels and weights.
 
+Gradients of images that are read by patches are such, too. A row of the product is a window.
 cuDNN (9.19) has no fast engine for them in 16 bits: four of a U-Net's step take 223 us on an H200,
 where a copy of their bytes takes 45. What reads the result takes its pixels from where the product
 has them, or a kernel puts them in order.
@@ -15,16 +15,14 @@ import torch
 
 from ...device.rules import rules
 from ...graph.value import Value, set_stride
-from ...ir.spec import channels_last_strides, is_channels_last
-from ...ops.base import LOW_PRECISION
+from ...ir.spec import channels_last_strides
 from .base import spread
+from .conv_forms import EIGHT, has_rows_of_pixels
 
 if TYPE_CHECKING:
     from ..convert import Importer
 
 Options = dict[str, Any]
-
-WIDTH = 8  # elements: rows of 16-bit products that are a multiple of it have fast engines
 
 
 def transposed(
@@ -66,9 +64,6 @@ def _lie_side_by_side(
     plain = plain and all(step == 1 for step in spread(options["dilation"], rank))
     if not (plain and spread(options["stride"], rank) == window and math.prod(window) > 1):
         return False
-    if not (rules().windows_as_products and c.on_gpu and c.kernels and rank > 1):
+    if not rules().windows_as_products or weight.shape[1] % EIGHT or c.packed(x):
         return False
-    if x.dtype not in LOW_PRECISION or weight.dtype != x.dtype or x.spec is None or c.packed(x):
-        return False
-    wide = all(channels % WIDTH == 0 for channels in weight.shape[:2])
-    return wide and is_channels_last(x.shape, x.spec.stride)
+    return has_rows_of_pixels(c, x, weight)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.ir.spec import Node
+from cudnngraph.ir.spec import GraphSpec, Node
 from cudnngraph.models import dynamo, report
 from tests import thresholds
 
@@ -26,19 +26,36 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.fixture
-def convolutions(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
-    """Those of all graphs that are imported as for a GPU."""
-    seen: list[Node] = []
+def _imported_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, found: Callable[[GraphSpec], object]
+) -> None:
+    """Have training import its graphs as for a GPU, and tell each."""
     convert = dynamo.convert
 
     def for_a_gpu(*args: Any, **given: Any) -> Any:
         made = convert(*args, **{**given, "on_gpu": True, "kernels": True})
         assert made.spec is not None
-        seen.extend(node for node in made.spec.nodes if "conv" in node.op)
+        found(made.spec)
         return made
 
     monkeypatch.setattr(dynamo, "convert", for_a_gpu)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[GraphSpec]:
+    """All graphs that are imported, as for a GPU."""
+    seen: list[GraphSpec] = []
+    _imported_for_a_gpu(monkeypatch, seen.append)
+    return seen
+
+
+@pytest.fixture
+def convolutions(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
+    """Those of all graphs that are imported as for a GPU."""
+    seen: list[Node] = []
+    _imported_for_a_gpu(
+        monkeypatch, lambda spec: seen.extend(node for node in spec.nodes if "conv" in node.op)
+    )
     return seen
 
 

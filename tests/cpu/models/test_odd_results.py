@@ -11,7 +11,6 @@ from torch import nn
 
 from cudnngraph.device import rules
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.models import dynamo
 from tests.cpu.models.test_grouped_training import trains
 
 Tensor = torch.Tensor
@@ -49,22 +48,6 @@ def heads(seed: int) -> tuple[Any, Tensor, int]:
     last = LAST[rank + 2]
     model: Any = Head(conv).to(BF16).to(memory_format=last)
     return model, image.contiguous(memory_format=last), wide
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[GraphSpec]:
-    """Those that are imported, as for a GPU."""
-    seen: list[GraphSpec] = []
-    convert = dynamo.convert
-
-    def for_a_gpu(*args: Any, **given: Any) -> Any:
-        made = convert(*args, **{**given, "on_gpu": True, "kernels": True})
-        assert made.spec is not None
-        seen.append(made.spec)
-        return made
-
-    monkeypatch.setattr(dynamo, "convert", for_a_gpu)
-    return seen
 
 
 def results_of(graphs: list[GraphSpec]) -> dict[str, int]:

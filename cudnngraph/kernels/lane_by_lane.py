@@ -22,7 +22,7 @@ from .write import Code, Narrower, Writer
 MOST_LINES = 1024  # of a thread, unrolled: more take long to compile
 
 
-class Apart(Writer):
+class LaneByLane(Writer):
     """The text of a kernel of one long row. Raises :class:`Narrower` where it would gain nothing:
     the results of the lanes do not lie side by side, or there is too much to unroll."""
 

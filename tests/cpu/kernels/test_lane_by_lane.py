@@ -9,7 +9,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.kernels import apart, row_kernels
+from cudnngraph.kernels import lane_by_lane, row_kernels
 from cudnngraph.kernels.rows import Schedule, rows_of
 from tests import host_kernels
 
@@ -128,6 +128,6 @@ def test_vectors_are_written_where_parts_have_odd_lengths() -> None:
 
 
 def test_what_is_too_long_to_unroll_is_written_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "MOST_LINES", 8)
+    monkeypatch.setattr(lane_by_lane, "MOST_LINES", 8)
     text = run(halves(), 8)
     assert "first | j" not in text and "store<" not in text.split("__global__")[1]
