@@ -1,7 +1,8 @@
 """Copy what convolutions read of a few channels of an image, once, to an image of its own.
 
 Engines with tensor cores take dense images. cuDNN copies others in front of each of them, one
-kernel for every convolution that reads the slice, and slowly.
+kernel for every convolution that reads the slice, and slowly. Reductions read the copy too, so that
+the kernel that copies makes them on the way.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def dense_slices(spec: GraphSpec) -> GraphSpec:
     nodes: list[Node] = []
     for node in spec.nodes:
         inputs = tuple(
-            copied[name] if name in copied and _reads(spec, node, name) else name
+            copied[name] if name in copied and _takes_copy(spec, node, name) else name
             for name in node.inputs
         )
         nodes.append(node if inputs == node.inputs else replace(node, inputs=inputs))
@@ -68,6 +69,11 @@ def _reads(spec: GraphSpec, node: Node, name: str | None) -> bool:
         return False  # by a generated kernel, which takes any strides
     images = node.operands if row.has("convolution_gradient") else node.operands[:1]
     return name in images
+
+
+def _takes_copy(spec: GraphSpec, node: Node, name: str) -> bool:
+    """Whether a node reads a slice's copy: a reduction then sums up while it is copied."""
+    return node.op == "reduction" or _reads(spec, node, name)
 
 
 def _is_depthwise(spec: GraphSpec, node: Node) -> bool:

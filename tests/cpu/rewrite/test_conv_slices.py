@@ -9,6 +9,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.device.rules import changed
+from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec, channels_last_strides
 from cudnngraph.kernels import patterns
 from cudnngraph.kernels.pieces import Pieces
@@ -149,3 +150,20 @@ def test_both_ways_compute_the_same(
     assert len(copy.spec.outputs) == 2, "one kernel for both"
     assert copy.choice is not None
     assert isinstance(patterns.schedule_of(copy.choice), Pieces)
+
+
+def test_a_copy_is_summed_up_by_the_kernel_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = cg.Graph("summed")
+    x = g.slice(g.relu(g.input("x", (2, 32, 6, 6), F16, layout="channels_last")), 1, 16, 32)
+    g.output("y", conv(g, x, 0))
+    g.output("db", g.cast(g.reduction(x, (0, 2, 3)), F32))
+    spec = g.spec()
+    inputs = random_inputs(spec, torch.device("cpu"))
+    kernels = generated.install(monkeypatch)
+    cg.cache_clear()
+    found = compile_spec(spec, "cpu", policy=POLICY)(*inputs)
+    expected = reference.run(spec, inputs, torch.float64)
+    for mine, theirs in zip(found, expected, strict=True):
+        numerics.check(mine, theirs, mine.dtype, terms=144)
+    (one,) = (each for each in kernels if any(n.op == "identity" for n in each.spec.nodes))
+    assert {"identity", "reduction"} <= {node.op for node in one.spec.nodes}
