@@ -14,7 +14,7 @@ import torch
 
 from ..backend import handles
 from ..backend.plan import Choice, Plan
-from ..executor import reference, torch_steps
+from ..executor import reference, streams, torch_steps
 from ..executor.plans import replay
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec, TensorSpec
@@ -24,7 +24,7 @@ from ..partition.analysis import compute_nodes
 from ..partition.memory import Layout, StepMemory
 from ..policy import Policy
 from ..select.decision import Selection, StepPlan
-from . import fast_call, streams
+from . import fast_call
 from .first_launch import FirstRun
 from .process import PROCESS
 from .stepwise import Stepwise

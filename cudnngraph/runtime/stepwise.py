@@ -17,9 +17,9 @@ import torch
 
 from ..backend import handles
 from ..device.allocation import strided_copy
+from ..executor import streams
 from ..ir.spec import ALIGNMENT_BYTES, TensorSpec
 from ..partition.memory import Turns, within_peak
-from . import streams
 from .fast_call import Allocated, Call, Turn, build_stepwise
 from .process import PROCESS
 

@@ -21,7 +21,7 @@ from ..backend import handles
 from ..backend.lowering.driver import first_line
 from ..device import tf32
 from ..device.allocation import for_want_of_memory
-from ..executor import reference, torch_steps
+from ..executor import reference, streams, torch_steps
 from ..ir.spec import GraphSpec, Node, TensorSpec, round_up
 from ..ops.table import OPS, by_port, tensor_at
 from ..partition.memory import SUBALLOCATION_BYTES, Layout, StepMemory
@@ -376,9 +376,13 @@ def _why_not_run(error: RuntimeError, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Memory:
-    """The memory of a chain of steps: where all tensors lie in a block, and scratch memory."""
+    """The memory of a chain of steps: where all tensors lie in a block, and scratch memory.
+
+    Steps may be running ``until`` later ones.
+    """
 
     steps: tuple[StepMemory, ...]
+    until: Mapping[int, int]
     layout: Layout
     block: torch.Tensor
     values: Mapping[str, torch.Tensor]
@@ -390,8 +394,11 @@ class _Memory:
         earlier: _Memory | None,
         inputs: Mapping[str, torch.Tensor],
         outputs: Mapping[str, torch.Tensor],
+        *,
+        beside: bool,
     ) -> _Memory:
-        """The memory of ``earlier`` if a chain fits there, else one of its own."""
+        """The memory of ``earlier`` if a chain fits there, else one of its own; ``beside``: of a
+        chain in which some steps run beside others."""
         steps = tuple(
             StepMemory(spec, plan is not None, 0 if plan is None else plan.workspace_bytes)
             for spec, plan in chain
@@ -404,10 +411,11 @@ class _Memory:
                 for a, b in _pairs(steps, earlier.steps)
             )
         bound = {**inputs, **outputs}
-        layout = Layout(steps, bound)
         device = next(iter(bound.values())).device
+        until = streams.overlappable(steps) if beside else {}
+        layout = Layout(steps, bound, until)
         block = torch.empty(layout.size_bytes, dtype=torch.uint8, device=device)
-        return cls(steps, layout, block, layout.tensors(block, bound))
+        return cls(steps, until, layout, block, layout.tensors(block, bound))
 
 
 def _alike(steps: Sequence[StepMemory], others: Sequence[StepMemory]) -> bool:
@@ -433,15 +441,18 @@ class GraphTrial:
         self._inputs = dict(zip(spec.inputs, values, strict=True))
         self._outputs = {name: spec.tensors[name].empty(device) for name in spec.outputs}
         self._memory: _Memory | None = None
+        self._sides = streams.streams(device) if device.type == "cuda" else []
 
     def launch(self, steps: Sequence[tuple[GraphSpec, Runnable | None]]) -> Callable[[], None]:
-        """A call that runs ``steps`` once, in order, on the current stream.
+        """A call that runs ``steps`` once on the current stream, in order; in a capture some beside
+        others, as programs do.
 
         Chains of the same steps by other plans share their memory: one of them runs at a time.
         """
-        self._memory = memory = _Memory.of(steps, self._memory, self._inputs, self._outputs)
+        bound = self._inputs, self._outputs
+        self._memory = memory = _Memory.of(steps, self._memory, *bound, beside=bool(self._sides))
         layout, block, values = memory.layout, memory.block, memory.values
-        launches: list[Callable[[], None]] = []
+        launches: dict[int, Callable[[], None]] = {}
         for number, (spec, plan) in enumerate(steps):
             if number in layout.free:
                 continue
@@ -449,10 +460,14 @@ class GraphTrial:
             outputs = [values[name] for name in spec.outputs]
             need = 0 if plan is None else plan.workspace_bytes
             workspace = block[layout.scratch[number] : layout.scratch[number] + need]
-            launches.append(self._step(spec, plan, inputs, outputs, workspace))
+            launches[number] = self._step(spec, plan, inputs, outputs, workspace)
+        beside = {number: partial(_without_handle, each) for number, each in launches.items()}
 
         def run() -> None:
-            for launch in launches:
+            if self._sides and torch.cuda.is_current_stream_capturing():
+                streams.run(beside, memory.until, self._sides, self._device.index)
+                return
+            for launch in launches.values():
                 launch()
 
         return run
@@ -469,6 +484,11 @@ class GraphTrial:
             allowed = bool(self._policy.allow_tf32)
             return torch_steps.launcher(spec, inputs, outputs, allow_tf32=allowed)
         return launcher(plan, (*inputs, *outputs), workspace, self._device)
+
+
+def _without_handle(launch: Callable[[], None], handle: object) -> None:
+    """Launch what gets the handle of its stream by itself."""
+    launch()
 
 
 def launcher(

@@ -16,6 +16,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.cache import lookup
 from cudnngraph.device.rules import Values
+from cudnngraph.executor import streams
 from cudnngraph.ir.key import step_digest
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.models import alternatives
@@ -24,7 +25,6 @@ from cudnngraph.models.convert import Imported, convert
 from cudnngraph.models.export import export
 from cudnngraph.models.report import Report
 from cudnngraph.runtime import compile as compiling
-from cudnngraph.runtime import streams
 from cudnngraph.runtime.executable import import_of
 from cudnngraph.runtime.program import Program
 from cudnngraph.select.alternatives import by_measurement

@@ -11,6 +11,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.bench import models
+from cudnngraph.executor import streams as lanes
 from cudnngraph.ir.canonical import canonical, canonical_tensor_names
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.models.convert import import_model
@@ -20,7 +21,6 @@ from cudnngraph.partition.memory import StepMemory
 from cudnngraph.partition.regions import regions
 from cudnngraph.rewrite.annotate import annotate
 from cudnngraph.rewrite.passes import prepared
-from cudnngraph.runtime import streams as lanes
 from cudnngraph.select.decision import ALIAS
 from cudnngraph.select.heuristic import heuristic
 from cudnngraph.select.trial import GraphTrial

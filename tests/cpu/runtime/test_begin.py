@@ -15,9 +15,9 @@ import cudnngraph as cg
 from cudnngraph.backend.candidates import Candidate, Outcome
 from cudnngraph.backend.plan import Verified
 from cudnngraph.cache import lookup
+from cudnngraph.executor import streams
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime import compile as compiling
-from cudnngraph.runtime import streams
 from cudnngraph.runtime.program import Program
 from cudnngraph.select import guard, workers
 from cudnngraph.select.workers import Answer

@@ -23,7 +23,7 @@ import cudnngraph as cg
 from cudnngraph.backend import handles
 from cudnngraph.backend.plan import Choice
 from cudnngraph.errors import NotSupported
-from cudnngraph.executor import reference
+from cudnngraph.executor import reference, streams
 from cudnngraph.ir.canonical import canonical, canonical_tensor_names
 from cudnngraph.ir.spec import ALIGNMENT_BYTES, GraphSpec, TensorSpec
 from cudnngraph.models import dynamo
@@ -33,7 +33,6 @@ from cudnngraph.partition.analysis import CutGraph, compute_nodes
 from cudnngraph.partition.cuts import subgraph_of
 from cudnngraph.partition.memory import StepMemory, Turns
 from cudnngraph.rewrite.passes import prepared
-from cudnngraph.runtime import streams
 from cudnngraph.runtime.program import Program
 from cudnngraph.runtime.stepwise import Stepwise
 from cudnngraph.select.heuristic import heuristic

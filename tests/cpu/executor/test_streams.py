@@ -11,13 +11,13 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend import handles
+from cudnngraph.executor import streams
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.analysis import CutGraph, compute_nodes
 from cudnngraph.partition.cuts import subgraph_of
 from cudnngraph.partition.memory import Layout, StepMemory
 from cudnngraph.rewrite.passes import prepared
-from cudnngraph.runtime import streams
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases
 
