@@ -86,6 +86,16 @@ class DeviceRules(ImportRules):
         stage="graph",
         others=(False, True),
     )
+    product_kept_min_depth: int = measured(
+        512,
+        "products that an element sums up",
+        "from where on a plan makes both what GELU reads behind a reshape, kept for its gradient, "
+        "and what it makes: with fewer GELU is slower there than a kernel of its own",
+        page="h200-kept.md",
+        alternative="a kernel of the activation",
+        stage="graph",
+        others=(NO, ANY),
+    )
     tensor_cores_min_products: int = measured(
         64,
         "elements of a window and its channels",

@@ -6,17 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..device.rules import rules
 from ..ir.spec import (
     GraphSpec,
     Node,
     TensorSpec,
     free,
+    numel,
     same_layout,
     taken_names,
 )
 from ..ops.table import OPS
-from ..ops.views import is_view, order_of, shape_of, view_place
+from ..ops.views import is_view, lies_there, order_of, shape_of, view_place
 from ..partition.analysis import CutGraph
+
+GELUS = ("gelu", "gelu_tanh")  # activations that cost a plan little, and whose gradients read x
 
 
 def alias_views(spec: GraphSpec) -> GraphSpec:
@@ -34,7 +38,8 @@ def sink_views(spec: GraphSpec) -> GraphSpec:
     """The graph in which what is shown of a product is shown behind the pointwise ops that read it.
 
     So they are part of the plan of the matmul or convolution: the bias of a projection that torch
-    adds behind a reshape, a residual behind a transposition, the activation of an image as rows.
+    adds behind a reshape, a residual behind a transposition, the activation of an image as rows. In
+    training a plan so hands on two results, what a GELU makes and what its gradient reads.
     """
     if not any(map(_multiplies, spec.nodes)):
         return spec
@@ -50,10 +55,13 @@ def _sink_one(graph: CutGraph, node: Node) -> CutGraph:
     spec, tensors, result = graph.spec, graph.spec.tensors, graph.spec.tensors[node.results[0]]
     taken = taken_names(spec)
     for shown in node.operands:
-        chain, name = views_of(graph, shown)
+        chain, name = views_of(graph, shown, kept=node.op in GELUS)
         whole = all(tensors[each].numel == result.numel for each in (name, shown))
         parts = any(view.op == "slice" for view in chain)
-        if not chain or parts or not whole or not _of_product(graph, name):
+        source = _product_of(graph, name)
+        if not chain or parts or not whole or source is None:
+            continue
+        if name in spec.outputs and _depth(spec, source) < rules().product_kept_min_depth:
             continue
         found = _inverse_views(node, shown, chain, tensors, taken)
         if found is None:
@@ -87,25 +95,32 @@ def _sink_one(graph: CutGraph, node: Node) -> CutGraph:
     return graph
 
 
-def views_of(graph: CutGraph, name: str) -> tuple[list[Node], str]:
+def views_of(graph: CutGraph, name: str, *, kept: bool = False) -> tuple[list[Node], str]:
     """The views that end in a tensor, the last of them first, and what they are of; as far as each
-    is read once."""
-    chain: list[Node] = []
-    while len(graph.readers[name]) == 1 and name not in graph.spec.outputs:
+    is read once. With ``kept`` they may be of an output, which crosses in its own dtype."""
+    spec, chain = graph.spec, list[Node]()
+    while len(graph.readers[name]) == 1 and name not in spec.outputs:
         view = graph.producer.get(name)
-        if view is None or not is_view(graph.spec.tensors, view):
-            return chain, name
+        if view is None or not is_view(spec.tensors, view):
+            if view is None or not (kept and _shows_output(spec, view)):
+                return chain, name
+            return [*chain, view], view.operands[0]
         chain.append(view)
         name = view.operands[0]
-    return [], name
+    return (chain, name) if kept and name in spec.outputs else ([], name)
+
+
+def _shows_output(spec: GraphSpec, node: Node) -> bool:
+    """Whether a node shows an output, in whatever dtype that is read."""
+    return OPS[node.op].view and node.operands[0] in spec.outputs and lies_there(spec.tensors, node)
 
 
 def _multiplies(node: Node) -> bool:
     return node.op == "matmul" or OPS[node.op].has("convolution")
 
 
-def _of_product(graph: CutGraph, name: str) -> bool:
-    """Whether a tensor is a product, or made of one by ops that may be part of its plan."""
+def _product_of(graph: CutGraph, name: str) -> Node | None:
+    """The product that a tensor is, or of which it is made by ops that may be part of its plan."""
     tensors = graph.spec.tensors
     shape, seen, left = tensors[name].shape, set[str](), [name]
     while left:
@@ -113,11 +128,19 @@ def _of_product(graph: CutGraph, name: str) -> bool:
         if node is None or node.name in seen:
             continue
         if _multiplies(node):
-            return True
+            return node
         seen.add(node.name)
         if OPS[node.op].has("sinks_views") or node.op == "bias":  # a convolution's own
             left += [each for each in node.operands if tensors[each].shape == shape]
-    return False
+    return None
+
+
+def _depth(spec: GraphSpec, product: Node) -> int:
+    """How many products each element of a result sums up."""
+    x, weight = (spec.tensors[name].shape for name in product.operands[:2])
+    if product.op == "matmul":
+        return x[-1]
+    return weight[0] if product.op == "conv_transpose" else numel(weight[1:])
 
 
 def _inverse_views(

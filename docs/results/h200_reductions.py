@@ -17,8 +17,8 @@ import re
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,9 @@ class Case:
     kind: str
     spec: GraphSpec
     eager: Callable[..., Sequence[torch.Tensor]]
+    fixed: Mapping[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # inputs that are not drawn
 
     @property
     def bytes(self) -> int:
@@ -268,10 +271,12 @@ def _given(case: Case, seed: int) -> Tensors:
     """Random inputs; classes are any."""
     given = random_inputs(case.spec, CUDA, seed)
     words = max(each.shape[-1] for each in given if each.dim() > 1)
-    return [
+    drawn = [
         torch.randint(words, each.shape, device=CUDA) if each.dtype == torch.int64 else each
         for each in given
     ]
+    named = zip(case.spec.inputs, drawn, strict=True)
+    return [case.fixed[name].to(CUDA) if name in case.fixed else each for name, each in named]
 
 
 def _ways(case: Case, schedules: Sequence[Choice]) -> Iterator[tuple[Way, Any]]:

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
+from cudnngraph.device.import_rules import ANY
+from cudnngraph.device.rules import changed
 from cudnngraph.executor import reference
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec, is_contiguous
@@ -19,6 +21,7 @@ from cudnngraph.ops.views import is_view
 from cudnngraph.partition.analysis import CutGraph, compute_nodes
 from cudnngraph.partition.cuts import subgraph_of
 from cudnngraph.partition.regions import regions
+from cudnngraph.rewrite import alternatives
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.rewrite.views import sink_views
 from tests.models import Attends
@@ -159,6 +162,38 @@ def test_what_would_be_copied_or_is_read_elsewhere_stays(build: Build) -> None:
     g.output("p", build(g, y))
     spec = g.spec()
     assert sink_views(spec) is spec
+
+
+def kept(gelu: str, depth: int = 512) -> GraphSpec:
+    """What an activation reads behind a reshape, an output as for its gradient."""
+    g = cg.Graph("kept")
+    x, w, b = (
+        g.input("x", (S * B, depth), F16),
+        g.input("w", (depth, E), F16),
+        g.input("b", (E,), F16),
+    )
+    u = g.add(g.matmul(x, w), b)
+    g.output("u", u)
+    g.output("y", getattr(g, gelu)(g.reshape(u, (S, B, E))))
+    return g.spec()
+
+
+@pytest.mark.parametrize("gelu", ["gelu", "gelu_tanh"])
+def test_a_plan_makes_what_gelu_reads_and_what_it_makes(gelu: str) -> None:
+    spec = kept(gelu)
+    moved = sink_views(spec)
+    assert ops(moved) == ["matmul", "add", gelu, "reshape"]
+    assert moved.nodes[-2].operands == ("u",)
+    same_numbers(spec, moved)
+    with changed(product_kept_min_depth=1024):
+        assert sink_views(spec) == spec
+    forms = list(alternatives.of_graph(spec, cg.Policy()))
+    assert (("product_kept_min_depth", ANY),) in forms, "a search measures the other way"
+
+
+def test_gelu_behind_a_short_product_stays_a_kernel_where_what_it_reads_is_kept() -> None:
+    assert sink_views(kept("gelu", 256)) == kept("gelu", 256)
+    assert sink_views(kept("silu")) == kept("silu"), "a sigmoid is slow in a plan"
 
 
 def test_an_output_in_between_stays() -> None:
