@@ -56,7 +56,7 @@ def _filled(c: Importer, shape: Sequence[int], like: Value, number: float) -> Va
     """A tensor of one number in the dtype of another of its rank, and laid out as that is."""
     one = scalar(c.g, number)
     if like.dtype != torch.float32:
-        one = c.constant(torch.full((), number, dtype=like.dtype, device=c.device))
+        one = c.g.cast(one, like.dtype)
     made = c.g.expand(one, tuple(shape), ())
     if made.spec is not None and like.spec is not None:
         set_stride(made, dense_strides(tuple(shape), like_order(like.spec)))
