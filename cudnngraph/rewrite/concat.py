@@ -171,6 +171,8 @@ def concat_in_place(spec: GraphSpec) -> GraphSpec:
         if len(left) != 1 or len(node.operands) < 2 or not _is_in_memory(graph, node):
             continue
         parts = [name for name in node.operands if name not in left]
+        if any(_is_number(graph, each) for each in parts):
+            continue  # one kernel writes that beside the copy
         if _is_of_kernel(graph, left[0]) or not any(_is_of_kernel(graph, each) for each in parts):
             copied[result.name] = left[0]
     made = spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
@@ -208,6 +210,15 @@ def _is_of_kernel(graph: CutGraph, name: str) -> bool:
     while (made := graph.producer.get(name)) is not None and OPS[made.op].pointwise:
         name = made.operands[0]
     return made is None or not (OPS[made.op].has("convolution") or made.op in BY_PLANS)
+
+
+def _is_number(graph: CutGraph, name: str) -> bool:
+    """Whether a tensor is one number throughout."""
+    made = graph.producer.get(name)
+    while made is not None and made.op in ("expand", "cast"):
+        name = made.operands[0]
+        made = graph.producer.get(name)
+    return graph.spec.tensors[name].numel == 1
 
 
 def _with_copies(spec: GraphSpec, copied: Mapping[str, str]) -> GraphSpec:

@@ -17,7 +17,7 @@ from cudnngraph.runtime.compile import compile as compile_spec
 from cudnngraph.select.inputs import random_inputs
 from tests import numerics
 
-F16 = torch.float16
+F16, F32 = torch.float16, torch.float32
 POLICY = cg.Policy(allow_tf32=False, kernels=True)
 
 Given = Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -145,3 +145,21 @@ def test_a_part_that_is_left_over_is_copied_where_that_moves_less(
     several = results if isinstance(results, tuple) else (results,)
     y = dict(zip(spec.outputs, several, strict=True))["y"]
     numerics.check(y, by_torch(named), F16, terms=64)
+
+
+def test_a_part_beside_one_number_is_not_copied_apart() -> None:
+    """As the weight of a head of two classes, which trains with eight."""
+    g = cg.Graph("head")
+    x = g.input("x", (2, 64, 6, 6), F16, layout="channels_last")
+    w = g.cast(g.input("w", (2, 64, 1, 1), F32), F16)
+    g.output("kept", w)
+    rest = g.expand(g.cast(g.input("n", (), F32), F16), (6, 64, 1, 1), ())
+    g.output("y", g.conv(x, g.concat([w, rest], 0)))
+    spec = g.spec()
+    found = legalize(spec, POLICY)
+    assert not any(node.op == "identity" for node in found.nodes)
+    inputs = random_inputs(spec, torch.device("cpu"))
+    _, y = compile_spec(spec, "cpu", policy=POLICY)(*inputs)
+    x64, w64, n64 = (each.double() for each in inputs)
+    whole = torch.cat([w64.half().double(), n64.half().double().expand(6, 64, 1, 1)])
+    numerics.check(y, F.conv2d(x64, whole), F16, terms=64)
