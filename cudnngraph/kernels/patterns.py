@@ -44,7 +44,7 @@ from .rows import (
     schedule_for,
     why_slow,
 )
-from .scalars import ROUNDED
+from .scalars import NARROW, ROUNDED
 from .source import Source
 from .split import Split
 from .tap_sums import TapSums
@@ -172,15 +172,19 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
 def source(spec: GraphSpec, choice: Choice) -> Source:
     """The kernel of a region, in CUDA C++. Raises :class:`NotSupported`.
 
-    Where every output is rounded to 16 bits, exp and quotients are computed to 20 bits or more.
+    Where every output is rounded to 16 bits, exp and quotients are computed to 20 bits or more;
+    where some are, GELU to 1e-7.
     """
     schedule = schedule_of(choice)
     try:
         made = _written(spec, schedule).called(_name(spec))
     except Refused as reason:
         raise NotSupported(f"graph '{spec.name}'", [str(reason)]) from None
-    if all(spec.tensors[name].dtype in (torch.float16, torch.bfloat16) for name in spec.outputs):
+    short = [spec.tensors[name].dtype in (torch.float16, torch.bfloat16) for name in spec.outputs]
+    if all(short):
         return replace(made, text=f"#define {ROUNDED}\n{made.text}")
+    if any(short) and any(node.op in ("gelu", "gelu_backward") for node in spec.nodes):
+        return replace(made, text=f"#define {NARROW}\n{made.text}")
     return made
 
 
