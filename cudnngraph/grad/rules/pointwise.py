@@ -34,16 +34,16 @@ def _pow(ctx: Context) -> Gradients:
 
 
 def _extremum(better: str) -> GradRule:
-    """To the operand that won, half to each where they are equal."""
+    """To the operand that won, half to each where they are equal, all to both where one is NaN."""
 
     def rule(ctx: Context) -> Gradients:
         g = ctx.g
 
         def part(mine: str, other: str) -> Value:
             a, b = ctx[mine], ctx[other]
-            won = g.gt(a, b) if better == "maximum" else g.lt(a, b)
-            tied = g.where(g.eq(a, b), ctx.dy * 0.5, 0.0)
-            return g.where(won, ctx.dy, tied)
+            lost = g.lt(a, b) if better == "maximum" else g.gt(a, b)
+            kept = g.where(g.eq(a, b), ctx.dy * 0.5, ctx.dy)
+            return g.where(lost, 0.0, kept)
 
         return {"x": lambda: part("x", "y"), "y": lambda: part("y", "x")}
 

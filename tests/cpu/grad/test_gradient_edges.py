@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,6 +120,45 @@ def test_gradients_at_kinks_are_torchs(name: str) -> None:
     (found,) = torch.autograd.grad(g.compile("cpu", training=True)(x=x), x, dy)
     (want,) = torch.autograd.grad(run(x), x, dy)
     torch.testing.assert_close(found, want)
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize("name", ["maximum", "minimum"])
+def test_gradients_of_the_larger_and_smaller_of_two_are_torchs_at_nan(name: str) -> None:
+    x = torch.tensor([NAN, 1.0, NAN, 2.0, 3.0, 1.0], dtype=torch.float64, requires_grad=True)
+    y = torch.tensor([1.0, NAN, NAN, 2.0, 1.0, 3.0], dtype=torch.float64, requires_grad=True)
+    g = cg.Graph("g")
+    g.output("z", getattr(g, name)(g.input("x", (6,), F64), g.input("y", (6,), F64)))
+    dy = torch.arange(1.0, 7.0, dtype=torch.float64)
+    found = torch.autograd.grad(g.compile("cpu", training=True)(x=x, y=y), (x, y), dy)
+    wanted = torch.autograd.grad(getattr(torch, name)(x, y), (x, y), dy)
+    for got, want in zip(found, wanted, strict=True):
+        assert torch.equal(got, want)
+    assert found[0].tolist()[:3] == found[1].tolist()[:3] == [1.0, 2.0, 3.0]
+
+
+EXTREMES: dict[str, Callable[..., torch.Tensor]] = {
+    "max": torch.amax,
+    "min": torch.amin,
+    "amax": lambda x, dims: x.abs().amax(dims),
+}
+
+
+@pytest.mark.parametrize("dims", [(1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("mode", EXTREMES)
+def test_gradients_of_extremes_are_torchs_at_nan(mode: str, dims: tuple[int, ...]) -> None:
+    rows = [[NAN, 1.0, 0.0, -2.0], [-3.0, 3.0, 0.0, -3.0], [NAN, NAN, NAN, NAN]]
+    x = torch.tensor(rows, dtype=torch.float64, requires_grad=True)
+    g = cg.Graph("g")
+    g.output("y", g.reduction(g.input("x", (3, 4), F64), dims, mode))
+    want_y = EXTREMES[mode](x, dims)
+    dy = torch.arange(1.0, want_y.numel() + 1, dtype=torch.float64).view(want_y.shape)
+    (found,) = torch.autograd.grad(g.compile("cpu", training=True)(x=x), x, dy)
+    (want,) = torch.autograd.grad(want_y, x, dy)
+    torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+    assert found[0].isnan().all()
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 14), reason="its gradient at a bound was dy")
