@@ -10,7 +10,7 @@ from ..arguments import explained
 from ..errors import BindError, Problem
 from ..policy import Policy
 from ..runtime.specialize import intern_static
-from .call import cast, run_graph, run_into
+from .call import cast, needed_out, run_graph, run_into
 from .graphs import attention, attention_paged, attention_varlen
 
 Tensor = torch.Tensor
@@ -101,6 +101,7 @@ def scaled_dot_product_attention_into(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
     """:func:`scaled_dot_product_attention` into ``out``, which lies as query does."""
+    out = needed_out(out, "scaled_dot_product_attention_into")
     result: Tensor = scaled_dot_product_attention(query, key, value, out=out, **options)
     return result
 

@@ -68,6 +68,13 @@ def run_into(
     return out
 
 
+def needed_out(out: Tensor | None, function: str) -> Tensor:
+    """The tensor that ``function`` writes to. Raises :class:`BindError` for None."""
+    if out is None:
+        raise BindError(function, [Problem("argument 'out'", "is None", "a torch.Tensor")])
+    return out
+
+
 def remember(
     recent: LastCall | None,
     build: Build,

@@ -12,7 +12,7 @@ from ..graph.value import Ints, Padding
 from ..policy import Policy
 from ..runtime.executable import transforming
 from ..runtime.specialize import LastCall, Static, intern_static
-from .call import cast, remember, run_graph, run_into, sorted_attrs
+from .call import cast, needed_out, remember, run_graph, run_into, sorted_attrs
 from .graphs import conv_act
 
 Tensor = torch.Tensor
@@ -197,6 +197,7 @@ def conv_bias_act_into(
     out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
     """:func:`conv_bias_act` into ``out``, whose strides are those that the call would give."""
+    out = needed_out(out, "conv_bias_act_into")
     return conv_bias_act(input, weight, bias, out=out, **options)
 
 
@@ -303,4 +304,5 @@ def conv_transpose_bias_act_into(
     out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
     """:func:`conv_transpose_bias_act` into ``out``, of the strides that the call would give."""
+    out = needed_out(out, "conv_transpose_bias_act_into")
     return conv_transpose_bias_act(input, weight, bias, out=out, **options)

@@ -15,7 +15,7 @@ from ..graph.value import Ints, Padding
 from ..policy import Policy
 from ..runtime.executable import Over, transforming
 from ..runtime.specialize import STATICS_KEPT, LastCall, Static, check_in_place, intern_static
-from .call import cast, remember, run_graph, run_into, sorted_attrs
+from .call import cast, needed_out, remember, run_graph, run_into, sorted_attrs
 from .conv import act_options, one_layout
 from .graphs import conv_norm_act, separable
 
@@ -296,6 +296,7 @@ def conv_bn_act_into(
     **options: Any,
 ) -> Tensor:
     """:func:`conv_bn_act` with ``training=False`` into ``out``, of the strides it would give."""
+    out = needed_out(out, "conv_bn_act_into")
     return conv_bn_act(
         input, weight, running_mean, running_var, bn_weight, bn_bias, out=out, **options
     )

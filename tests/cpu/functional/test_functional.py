@@ -395,6 +395,21 @@ def test_the_into_forms_name_what_is_wrong_beside_tensors_that_are_options() -> 
         CF.conv_bias_act_into(z, x, w, padding=1, residual="z")
 
 
+def test_the_into_forms_refuse_none_by_name() -> None:
+    """They returned a new tensor, and left nothing in the caller's."""
+    x, w = (tensor.detach() for tensor in made((2, 3, 6, 6), (3, 3, 3, 3)))
+    tensors = {
+        CF.conv_bias_act_into: (x, w),
+        CF.conv_transpose_bias_act_into: (x, w),
+        CF.conv_bn_act_into: (x, w, w.new_zeros(3), w.new_ones(3)),
+        CF.scaled_dot_product_attention_into: (x, x, x),
+    }
+    for into, given in tensors.items():
+        said = rf"'{into.__name__}', 1 problem:\n.*'out': is None; expected a torch.Tensor$"
+        with pytest.raises(cg.BindError, match=said):
+            into(None, *given)
+
+
 # -- products --------------------------------------------------------------------------------------
 
 
