@@ -109,6 +109,17 @@ def seconds(text: str) -> float:
     return value
 
 
+def seconds_over_zero(text: str) -> float:
+    """Seconds over 0; ``type=seconds_over_zero`` of an argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected seconds over 0, got '{text}'")
+    return value
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure and show; see the module's description for the exit code."""
     unknown = [name for name in args.suites if name not in SUITES]

@@ -30,7 +30,7 @@ from ..bench.zoo.run import Options, Zoo
 from ..bench.zoo.ways import ON_CPU, WAYS
 from ..device import files
 from ..settings import VERSION
-from .bench import find_device, seconds
+from .bench import find_device, seconds_over_zero
 from .records import UsageError
 from .table import print_table
 
@@ -74,14 +74,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
     parser.add_argument(
         "--limit",
-        type=seconds,
+        type=seconds_over_zero,
         default=LIMIT_S,
         metavar="SECONDS",
         help="end a process that takes longer; its model has the reason (default: %(default)g)",
     )
     parser.add_argument(
         "--budget",
-        type=seconds,
+        type=seconds_over_zero,
         default=math.inf,
         metavar="SECONDS",
         help="stop after so long, to go on another time",
