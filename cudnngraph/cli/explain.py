@@ -3,7 +3,7 @@
 FILE is Python. Of it are explained: the graphs at module level, and what functions annotated to
 return a graph give; with NAME that one object or function alone. Exit codes: 0 when some step of
 every graph is a plan or a generated kernel, 1 when none is of one of them or cuDNN cannot be asked,
-2 when FILE cannot be run or holds no such graph.
+2 when FILE cannot be run or holds no such graph, or the GPU is not described.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import CudnnGraphError
+from ..backend.deviceless import target_of, targets
+from ..errors import CudnnGraphError, NotSupported
 from ..explain.offline import Explanation, PlannedStep, describe, explain, refused, workspace
 from ..graph.builder import Graph
 from ..ir.spec import GraphSpec
@@ -52,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "GPU. Needs the cuDNN library, no GPU. The file is run.",
         epilog="Exit code: 0 when some step of every graph is a plan or a generated kernel; 1 when "
         "none is of one of them or cannot be asked; 2 when the file cannot be run or holds no "
-        "such graph.",
+        "such graph, or the GPU is not described.",
     )
     parser.add_argument(
         "file",
@@ -70,6 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plans of every graph; see the module's description for the exit code."""
+    check_target(args.target)
     found = load(args.file)
     explained = [explain(graph, args.target, allow_tf32=args.tf32) for graph in found]
     if args.json:
@@ -82,6 +84,14 @@ def run(args: argparse.Namespace) -> int:
         any(step.runs_on in ("cuDNN", "kernel") for step in each.steps) for each in explained
     ]
     return 0 if all(planned) else 1
+
+
+def check_target(name: str) -> None:
+    """Raise :class:`UsageError` for the ``--target`` of a GPU that is not described."""
+    try:
+        target_of(name)
+    except NotSupported:
+        raise UsageError(f"--target {name}; known: {', '.join(targets())}") from None
 
 
 # -- finding graphs ----------------------------------------------------------------------------
@@ -115,10 +125,11 @@ def load(place: str) -> list[Graph | GraphSpec]:
 
 def _divide(place: str) -> tuple[Path, str]:
     file, colon, name = place.rpartition(":")
-    if colon and name.isidentifier() and not os.path.exists(place):
-        path = Path(file)
-    else:
-        path, name = Path(place), ""
+    if not colon or not name.isidentifier() or os.path.exists(place):
+        file, name = place, ""
+    if not file.strip() and not os.path.exists(file):
+        raise Unusable(f"'{place}' names no file; expected FILE or FILE:NAME")
+    path = Path(file)
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

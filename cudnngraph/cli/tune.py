@@ -31,8 +31,7 @@ from plans_cache import PlanRecord
 
 from .. import settings
 from ..backend import env
-from ..backend.deviceless import target_of, targets
-from ..errors import CudnnGraphError, NotSupported
+from ..errors import CudnnGraphError
 from ..explain.candidates import Candidates, candidates
 from ..explain.text import clean
 from ..graph.builder import Graph
@@ -40,7 +39,7 @@ from ..ir.spec import GraphSpec
 from ..policy import Policy, check_options
 from ..runtime.compile import compile as compile_spec
 from ..select import workers
-from .explain import Unusable, load
+from .explain import Unusable, check_target, load
 from .records import UsageError, open_store
 from .table import print_table
 
@@ -182,10 +181,7 @@ def _wanted(args: argparse.Namespace) -> list[Wanted] | None:
 
 def _check_listing(args: argparse.Namespace, declared: bool) -> None:
     """Raise :class:`UsageError` for a listing that makes no sense."""
-    try:
-        target_of(args.gpu)
-    except NotSupported:
-        raise UsageError(f"--target {args.gpu}; known: {', '.join(targets())}") from None
+    check_target(args.gpu)
     if args.jobs > 1 or args.budget is not None:
         option = "--jobs" if args.jobs > 1 else "--budget"
         raise UsageError(f"{option} is for a GPU that is here: --target measures nothing")
