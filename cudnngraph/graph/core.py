@@ -74,6 +74,15 @@ class Core:
             self._numbers.add(value.name)
         return self._scalars[bits]
 
+    def _number(self, operand: Any) -> float | None:
+        """The number that an operand is, None where it is none."""
+        if not isinstance(operand, Value):
+            return operand if isinstance(operand, float) else None
+        if operand.graph is not self or operand.name not in self._numbers:
+            return None
+        known = (float.fromhex(bits) for bits, each in self._scalars.items() if each is operand)
+        return next(known, None)
+
     def _unique(self, name: str) -> str:
         """A free label for a node. Values carry it behind a "%", so no input can take it later."""
         count = self._counts.get(name, 0)

@@ -29,6 +29,10 @@ ACTIVATIONS = (
 )
 
 
+def _is_float(x: Operand) -> bool:
+    return isinstance(x, Value) and x.spec is not None and x.spec.dtype.is_floating_point
+
+
 class PointwiseMethods(Core):
     """Ops on each element by itself."""
 
@@ -184,7 +188,13 @@ class PointwiseMethods(Core):
         return self._one("div", x, y, name=name)
 
     def pow(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
-        """x to the power y."""
+        """x to the power y.
+
+        A number y of 0.5 or -0.5 gives ``sqrt`` or ``rsqrt``, as torch's does: NaN of -inf.
+        """
+        power = self._number(y)
+        if power in (0.5, -0.5) and _is_float(x):
+            return self._one("sqrt" if power == 0.5 else "rsqrt", x, name=name)
         return self._one("pow", x, y, name=name)
 
     def minimum(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:

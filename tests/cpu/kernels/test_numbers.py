@@ -89,6 +89,8 @@ UNARY: dict[str, Callable[[cg.Graph, cg.Value], cg.Value]] = {
     "hardswish": lambda g, x: g.hardswish(x),
     "softplus_3": lambda g, x: g.softplus(x, 3.0),
     "pow_2": lambda g, x: g.pow(x, 2.0),
+    "pow_half": lambda g, x: g.pow(x, 0.5),
+    "pow_minus_half": lambda g, x: g.pow(x, -0.5),
     "maximum_0": lambda g, x: g.maximum(x, 0.0),
 }
 
@@ -103,6 +105,22 @@ def test_an_op_of_one_number(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # torch on a CPU makes NaN of an infinity here, and an infinity of 3e38; on a GPU it does not.
     monkeypatch.setitem(reference.RULES, "gelu", lambda inputs, attrs: by_erf(inputs[0]))  # type: ignore[index, arg-type]
     same(unary(op), [torch.tensor(SPECIAL)])
+
+
+@pytest.mark.parametrize(("op", "power"), [("pow_half", 0.5), ("pow_minus_half", -0.5)])
+def test_a_power_of_a_half_is_a_root_as_torchs(op: str, power: float) -> None:
+    """C's powf has the magnitude of -inf, and loses the sign of -0."""
+    x = torch.tensor(SPECIAL)
+    wanted = torch.pow(x, power)
+    (by_kernel,), (by_reference,) = made(unary(op), [x]), reference.run(unary(op), [x])
+    for found in (by_kernel, by_reference):
+        strange = ~wanted.isfinite() | (wanted == 0)
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found[strange].nan_to_num(7.0), wanted[strange].nan_to_num(7.0))
+        assert torch.equal(found.signbit() & ~found.isnan(), wanted.signbit() & ~wanted.isnan())
+        numerics.check(found[~strange], torch.pow(x[~strange].double(), power), F32)
+    (wide,) = reference.run(unary(op), [x.double()], torch.float64)
+    torch.testing.assert_close(wide, torch.pow(x.double(), power), rtol=0, atol=0, equal_nan=True)
 
 
 def unary(op: str) -> GraphSpec:
