@@ -46,6 +46,9 @@ def tensor_problems(
         yield Problem(
             where, f"has stride {tuple(tensor.stride())}", f"{spec.stride}, {layout}", mend
         )
+    if aligned and tensor.is_neg():
+        expected = "memory that holds its numbers"
+        yield Problem(where, "is negated as it is read", expected, "resolve_neg() it")
     memory = without_memory(where, tensor)
     yield from memory
     if aligned and not memory and tensor.is_cuda and tensor.data_ptr() % ALIGNMENT_BYTES:

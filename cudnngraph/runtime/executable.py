@@ -172,7 +172,7 @@ class Executable(Compiled, Generic[R]):
         if program.uses_cudnn:
             starts = [tensor.data_ptr() for tensor in values]
             for at, start in enumerate(starts):
-                if start % ALIGNMENT_BYTES:
+                if start % ALIGNMENT_BYTES or values[at].is_neg():  # a plan reads memory
                     values[at] = strided_copy(values[at])
                     starts[at] = values[at].data_ptr()
         if over:
@@ -300,9 +300,12 @@ class Executable(Compiled, Generic[R]):
             return None
 
     def _touch(self, values: Sequence[torch.Tensor]) -> bool:
-        """Whether an output may overlap anything, requires grad, or a pointer is not aligned."""
+        """Whether an output may overlap anything, requires grad, a pointer is not aligned, or
+        memory holds the negatives of a tensor's numbers."""
         starts = [tensor.data_ptr() for tensor in values]
-        if self._program.uses_cudnn and any(start % ALIGNMENT_BYTES for start in starts):
+        if self._program.uses_cudnn and (
+            any(start % ALIGNMENT_BYTES for start in starts) or any(t.is_neg() for t in values)
+        ):
             return True
         many = len(self.spec.inputs)
         spans = list(zip(starts, self._bytes, strict=True))

@@ -9,7 +9,7 @@ addresses.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -76,8 +76,8 @@ def build_call(
     Outputs are new tensors, except those that ``over`` writes into an input. The function returns
     None, without side effects, if the fast path does not apply: a tensor differs from its
     declaration (skipped if ``checked``), an address is not a multiple of ``ALIGNMENT_BYTES``,
-    another device is current, the workspace in ``slots`` (by device and stream) is too small, or a
-    CUDA graph is being captured.
+    memory holds the negatives of a tensor's numbers, another device is current, the workspace in
+    ``slots`` (by device and stream) is too small, or a CUDA graph is being captured.
     """
     index, many, empty = device.index, len(inputs), _fast_empty()
     names: dict[str, Any] = {
@@ -100,7 +100,8 @@ def build_call(
     code += [f"a{at} = t{at}.data_ptr()" for at in range(many)]
     together, below = " | ".join(f"a{at}" for at in range(many)), ALIGNMENT_BYTES - 1
     code += [
-        f"if ({together}) & {below} or current() != {index} or capturing(): return None",
+        f"if ({together}) & {below} or {_negated(range(many))}: return None",
+        f"if current() != {index} or capturing(): return None",
         f"stream = stream_of({index})",
         "base = 0",
     ]
@@ -132,6 +133,12 @@ def build_call(
     results = ", ".join(f"t{at}" for at in range(many, many + len(outputs)))
     made: Call = _function("tensors", [*code, f"return [{results}]"], names)
     return made
+
+
+def _negated(places: Iterable[int]) -> str:
+    """The code for whether the memory of any of these tensors holds the negatives of its numbers:
+    a plan reads memory."""
+    return " or ".join(f"t{at}.is_neg()" for at in places)
 
 
 def _launched(
@@ -201,8 +208,8 @@ def build_stepwise(
     code = [
         f"{', '.join(f't{at}' for at in given)}, = tensors",
         *(f"a{at} = t{at}.data_ptr()" for at in given),
-        f"if ({together}) & {ALIGNMENT_BYTES - 1} or current() != {index} or capturing(): "
-        "return None",
+        f"if ({together}) & {ALIGNMENT_BYTES - 1} or {_negated(given)} or current() != {index} "
+        "or capturing(): return None",
         "tensors.clear()",
         f"if stream_of({index}) != entry.stream: follow({index})",
         *(f"a{at} = a{root} + {past}" for root, lie in inside for at, past in lie),

@@ -166,7 +166,7 @@ class Stepwise:
         if program.uses_cudnn:
             for at, tensor in enumerate(values):
                 addresses[at] = tensor.data_ptr()
-                if addresses[at] % ALIGNMENT_BYTES:
+                if addresses[at] % ALIGNMENT_BYTES or tensor.is_neg():
                     values[at] = strided_copy(tensor)
                     addresses[at] = values[at].data_ptr()
             del tensor  # or the last would be held

@@ -551,6 +551,7 @@ WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
     "no tensor": lambda x: 1.0,
     "nothing": lambda x: None,
     "address": lambda x: torch.zeros(25)[1:].view(4, 6),
+    "sign": lambda x: torch._neg_view(x),
 }
 
 
@@ -560,7 +561,7 @@ def test_a_short_call_leaves_to_the_long_one_what_it_does_not_know(
 ) -> None:
     seen: list[Any] = []
     slots = memory_on(5)
-    program, call = short_call(chain(), seen, slots)
+    program, call = short_call(chain(), seen, slots, checked=what == "sign")
     x, z = torch.randn(4, 6), torch.randn(4, 6)
     given: list[Any] = [x, z, x] if what == "count" else [x, WRONG.get(what, lambda t: t)(z)]
     if what == "capture":
