@@ -29,7 +29,8 @@ from .config import (
     TRIALS_KEPT,
 )
 from .effort import COMPARING, GPU, IN_PLACE, MEASURING, Effort
-from .trial import GraphTrial, StepTrial
+from .graph_trial import GraphTrial
+from .trial import StepTrial
 
 
 class Bench(Protocol):

@@ -22,8 +22,8 @@ from cudnngraph.partition.regions import regions
 from cudnngraph.rewrite.annotate import annotate
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.select.decision import ALIAS
+from cudnngraph.select.graph_trial import GraphTrial
 from cudnngraph.select.heuristic import heuristic
-from cudnngraph.select.trial import GraphTrial
 from tests.fakes import builder
 from tests.models import NETS
 

@@ -23,8 +23,8 @@ from cudnngraph.runtime import fast_call
 from cudnngraph.runtime.process import PROCESS
 from cudnngraph.runtime.program import Program
 from cudnngraph.select.decision import ALIAS
+from cudnngraph.select.graph_trial import GraphTrial
 from cudnngraph.select.heuristic import heuristic
-from cudnngraph.select.trial import GraphTrial
 from plans_cache.workspace import Slot, WorkspacePool
 from tests import numerics
 from tests.fakes import builder

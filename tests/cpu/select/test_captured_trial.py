@@ -13,7 +13,7 @@ from cudnngraph.executor import streams
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.partition.analysis import CutGraph
 from cudnngraph.partition.cuts import subgraph_of
-from cudnngraph.select.trial import GraphTrial
+from cudnngraph.select.graph_trial import GraphTrial
 
 CPU, F32 = torch.device("cpu"), torch.float32
 
