@@ -85,9 +85,7 @@ class Case:
     kind: str
     spec: GraphSpec
     eager: Callable[..., Sequence[torch.Tensor]]
-    fixed: Mapping[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # inputs that are not drawn
+    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # inputs that are not drawn
 
     @property
     def bytes(self) -> int:
