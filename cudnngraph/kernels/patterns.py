@@ -183,7 +183,7 @@ def source(spec: GraphSpec, choice: Choice) -> Source:
     short = [spec.tensors[name].dtype in (torch.float16, torch.bfloat16) for name in spec.outputs]
     if all(short):
         return replace(made, text=f"#define {ROUNDED}\n{made.text}")
-    if any(short) and any(node.op in ("gelu", "gelu_backward") for node in spec.nodes):
+    if any(short) and any(node.op.startswith("gelu") for node in spec.nodes):
         return replace(made, text=f"#define {NARROW}\n{made.text}")
     return made
 

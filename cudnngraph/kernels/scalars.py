@@ -236,7 +236,7 @@ D float softplus(float x, float beta) {
 D float mish(float x) { return x * tanhf(softplus(x, 1.0f)); }
 D float elu(float x, float alpha) { return x > 0.0f || x != x ? x : alpha * expm1f(x); }
 D float gelu_tanh_backward(float dy, float x) {
-#ifdef ROUNDED
+#if defined(ROUNDED) || defined(NARROW)
   float gate = gelu_tanh_gate(x);
   float inner = 1.5957691216057308f * (1.0f + 0.134145f * x * x);
   return dy * gate * (1.0f + x * (1.0f - gate) * inner);
