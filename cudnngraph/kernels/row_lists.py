@@ -118,6 +118,22 @@ def write(spec: GraphSpec, by: Lists) -> Source:
         f"const u32 column = from + k * {columns}u;",
         f"const bool there = column < {given.width}u;",
     ]
+
+    def read_ahead(row: str) -> list[str]:
+        """The lines that read what is added to a row of the block, while another is summed up."""
+        if not names.more:
+            return []
+        place = f"(u64)(band + (int)({row})) * {given.width}u + column"
+        return [
+            f"if ({row} < {rows}u && band + (int)({row}) < {given.rows}) {{",
+            "  #pragma unroll",
+            f"  for (u32 k = 0; k < {numbers}u; ++k) {{",
+            *(f"    {line}" for line in wide),
+            f"    if (there) next[k] = {names.more.format(place)};",
+            "  }",
+            "}",
+        ]
+
     lines = [
         f"__shared__ u32 counts[2][{threads}];",
         f"__shared__ u32 named[{LISTED}], sorted[{LISTED}];",
@@ -175,8 +191,20 @@ def write(spec: GraphSpec, by: Lists) -> Source:
         "    if (named_row[i] == r) sorted[before++] = named[i];",
         "}",
         "__syncthreads();",
+        *([f"float next[{numbers}] = {{}};"] if names.more else []),
+        *read_ahead("group"),
         f"for (u32 r = group; r < {rows}u; r += {groups}u) {{",
         f"  if (band + (int)r >= {given.rows}) break;",
+        *(
+            f"  {line}"
+            for line in (
+                f"float kept[{numbers}];",
+                "#pragma unroll",
+                f"for (u32 k = 0; k < {numbers}u; ++k) kept[k] = next[k];",
+                *read_ahead(f"r + {groups}u"),
+            )
+            if names.more
+        ),
         "  const u32 end = starts[r + 1u];",
         f"  float sum[{numbers}] = {{}};",
         f"  for (u32 i = starts[r]; i < end; i += {TOGETHER}u) {{",
@@ -199,7 +227,7 @@ def write(spec: GraphSpec, by: Lists) -> Source:
         f"  for (u32 k = 0; k < {numbers}u; ++k) {{",
         *(f"    {line}" for line in wide),
         f"    const u64 to = (u64)(band + (int)r) * {given.width}u + column;",
-        f"    if (there) put({names.table}[to], sum[k]);",
+        f"    if (there) put({names.table}[to], sum[k]{' + kept[k]' if names.more else ''});",
         "  }",
         "}",
     ]

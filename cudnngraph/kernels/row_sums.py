@@ -1,7 +1,8 @@
 """Kernels of sums by row: numbers are added up in the row of a table that their index names.
 
-That is the gradient of an embedding, and of what reads a table of positions. A block has some rows
-of the table and some of their columns. It asks each index whether it names one of its rows, so that
+That is the gradient of an embedding, and of what reads a table of positions; a table of the same
+form may be added, as where a head shares its weight with an embedding. A block has some rows of the
+table and some of their columns. It asks each index whether it names one of its rows, so that
 a bit of a word stands for each index that does; then it adds up what belongs to those, and writes
 its rows. Nothing is sorted, no memory is cleared first, and no two threads add to the same number:
 the sums have the same bits each time. Blocks of large tables have many rows: :mod:`.row_lists`.
@@ -17,6 +18,8 @@ import torch
 from ..ir.spec import GraphSpec, Node, TensorSpec, is_contiguous
 from ..ops.aten import decode
 from ..ops.row_sums import OVERLOAD
+from ..ops.table import OPS
+from ..ops.views import is_view
 from ..partition.analysis import compute_nodes
 from .index import Var, counter, digits, place
 from .source import NAME, Source, function, pointers, text_of
@@ -50,7 +53,10 @@ class Bins:
 
 @dataclass(frozen=True)
 class Sum:
-    """Such a sum: ``count`` rows of ``width`` numbers for a table of ``rows``, but for ``skip``."""
+    """Such a sum: ``count`` rows of ``width`` numbers for a table of ``rows``, but for ``skip``.
+
+    ``more`` is added to it.
+    """
 
     values: TensorSpec
     index: TensorSpec
@@ -59,18 +65,51 @@ class Sum:
     width: int
     rows: int
     skip: int
+    more: TensorSpec | None = None
 
 
 def sum_of(nodes: tuple[Node, ...]) -> Node | None:
-    """The one op of a region that is such a sum."""
-    if len(nodes) != 1 or nodes[0].op != "aten" or nodes[0].attr("overload") != OVERLOAD:
-        return None
-    return nodes[0]
+    """The op of a region that is such a sum, beside views, an addition and a cast at most."""
+    sums = [node for node in nodes if node.op == "aten" and node.attr("overload") == OVERLOAD]
+    others = sorted(n.op for n in nodes if n not in sums and not OPS[n.op].view)
+    return sums[0] if len(sums) == 1 and others in ([], ["add"], ["add", "cast"]) else None
 
 
 def has_sum(spec: GraphSpec) -> bool:
     """Whether a region is such a sum."""
     return sum_of(compute_nodes(spec.nodes)) is not None
+
+
+def _added(spec: GraphSpec, summed: Node) -> tuple[TensorSpec, TensorSpec | None]:
+    """The table that a region makes, and what of memory is added to the sums. Raises
+    :class:`Refused`."""
+    nodes = [node for node in compute_nodes(spec.nodes) if node is not summed]
+    made, by_op = spec.tensors[summed.results[0]], {node.op: node for node in nodes}
+    if not nodes:
+        return made, None
+    if "add" not in by_op:
+        raise Refused("a sum by row that is shown otherwise")
+    if not all(is_view(spec.tensors, node) for node in nodes if OPS[node.op].view):
+        raise Refused("a sum by row that is copied")
+    producer, add = {node.results[0]: node for node in nodes}, by_op["add"]
+    table = spec.tensors[add.results[0]]
+    sides: list[str] = []
+    for name in add.operands:
+        while name in producer:  # views of one that end as that lies, and a cast
+            name = producer[name].operands[0]
+        sides.append(name)
+    if made.name not in sides or len(set(sides)) != 2 or spec.outputs != (table.name,):
+        raise Refused("a sum by row whose sums are read otherwise")
+    cast = by_op.get("cast")
+    if cast is not None and cast.operands[0] == made.name:
+        raise Refused("a sum by row that is cast")
+    (more,) = (spec.tensors[name] for name in sides if name != made.name)
+    seen = (*(spec.tensors[name] for name in add.operands), more, made)
+    if any(each.shape != table.shape for each in seen):
+        raise Refused("a sum by row to which something of another form is added")
+    if more.dtype not in _VALUES or not all(is_contiguous(e.shape, e.stride) for e in seen):
+        raise Refused("a sum by row to which something is added that does not lie in rows")
+    return table, more
 
 
 def region_of(spec: GraphSpec) -> Sum:
@@ -80,15 +119,16 @@ def region_of(spec: GraphSpec) -> Sum:
         raise Refused("no sum by row alone")
     given, cpu = [spec.tensors[name] for name in node.operands], torch.device("cpu")
     values, index, rows, skip = (decode(each, given, cpu) for each in node.attr("args"))
-    table = spec.tensors[node.results[0]]
-    if values.dtype not in _VALUES or index.dtype not in _INDICES or table.dtype != values.dtype:
+    table, more = _added(spec, node)
+    dtypes = values.dtype in _VALUES and index.dtype in _INDICES and table.dtype in _VALUES
+    if not dtypes or (more is None and table.dtype != values.dtype):
         raise Refused("a sum by row of other dtypes")
     if any(each.extent >= _MOST_ELEMENTS or not each.numel for each in (values, index, table)):
         raise Refused("a sum by row of no element, or of more than an index of 32 bits counts")
     if not is_contiguous(table.shape, table.stride):
         raise Refused("a sum by row that does not lie in rows")
     width = prod(values.shape[len(index.shape) :])
-    return Sum(values, index, table, index.numel, width, rows, skip)
+    return Sum(values, index, table, index.numel, width, rows, skip, more)
 
 
 def bins(given: Sum) -> list[Bins]:
@@ -135,6 +175,10 @@ class Names:
         self.row = f"row_of({index}[{place(of_index, given.index.stride).code(code)}])"
         added = place((*of_index, *of_column), given.values.stride).code(code)
         self.value = f"get({values}[{added}])"
+        #: What is added to the number of a table at a place; nothing where that is empty.
+        self.more = ""
+        if given.more is not None:
+            self.more = f"get(p{tensors.index(given.more.name)}[{{}}])"
         #: Whether row ``r`` is summed up.
         self.counts = f"r < {given.rows}" + (f" && r != {given.skip}" if given.skip >= 0 else "")
 
@@ -205,7 +249,9 @@ def summed_up(given: Sum, names: Names, rows: int, columns: int, threads: int) -
         f"  if (first + (int)r >= {given.rows} || to >= {given.width}u) continue;",
         "  float sum = 0.0f;",
         f"  for (u32 g = 0; g < {groups}u; ++g) sum += sums[r][g * {columns}u + c];",
-        f"  put({names.table}[(u64)(first + (int)r) * {given.width}u + to], sum);",
+        f"  const u64 at = (u64)(first + (int)r) * {given.width}u + to;",
+        *([f"  sum += {names.more.format('at')};"] if names.more else []),
+        f"  put({names.table}[at], sum);",
         "}",
     ]
 

@@ -12,14 +12,16 @@ from torch import nn
 
 import cudnngraph as cg
 from cudnngraph.errors import NotSupported
+from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import patterns, row_sums
 from cudnngraph.kernels.row_lists import Lists
 from cudnngraph.kernels.row_sums import Bins
 from cudnngraph.kernels.tape import Refused
 from cudnngraph.ops.row_sums import OVERLOAD
+from cudnngraph.runtime.compile import compile as compile_spec
 from cudnngraph.select.inputs import random_inputs
-from tests import host_kernels, numerics
+from tests import generated, host_kernels, numerics
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -259,3 +261,82 @@ def test_an_embedding_that_scales_by_frequency_is_left_to_torch() -> None:
     (found,) = torch.autograd.grad(compiled(x).sum(), [weight])
     (own,) = torch.autograd.grad(looked_up(x).sum(), [weight])
     numerics.check(found, own.double(), F32)
+
+
+def shared(
+    count: int,
+    width: int,
+    rows: int,
+    *,
+    more: torch.dtype,
+    cast: bool = False,
+    turned: bool = False,
+) -> GraphSpec:
+    """Sums by row added to another table, as of a head that shares the weight of an embedding."""
+    g = cg.Graph("shared")
+    values, named = g.input("values", (count, width), F32), g.input("index", (count,), torch.int64)
+    summed = g.aten([values, named], OVERLOAD, (("tensor", 0), ("tensor", 1), rows, -1))
+    other = g.input("more", (rows, width), more)
+    other = g.cast(other, F32) if cast else other
+    g.output("sums", g.add(other, summed) if turned else g.add(summed, other))
+    return g.spec()
+
+
+@pytest.mark.parametrize("by", [Bins(4, 16, 256), *LISTS], ids=str)
+@pytest.mark.parametrize(
+    ("more", "cast", "turned"), [(F32, False, False), (BF16, True, True), (F16, True, False)]
+)
+def test_a_table_is_added_to_sums_by_row(
+    by: Any, more: torch.dtype, cast: bool, turned: bool
+) -> None:
+    count, width, rows = 3000, 70, 700
+    spec = shared(count, width, rows, more=more, cast=cast, turned=turned)
+    source = patterns.source(spec, patterns.choice_of(by))
+    values, table_ = torch.randn(count, width), torch.randn(rows, width).to(more)
+    for index in (torch.randint(rows, (count,)), torch.full((count,), 699)):
+        exact = torch.ops.cudnngraph.sum_rows(values.double(), index, rows, -1) + table_.double()
+        made = [torch.full((rows, width), float("nan")) for _ in range(2)]
+        given = {"values": values, "index": index, "more": table_}
+        for at, result in enumerate(made):
+            inputs = [given[name] for name in spec.inputs]
+            host_kernels.run(source, [*inputs, result], backwards=bool(at))
+        assert torch.equal(*made)
+        numerics.check(made[0], exact, F32, terms=count)
+
+
+def test_what_is_no_sum_and_a_table_is_no_such_kernel() -> None:
+    """Sums that are read elsewhere, turned, cast or of another form; tables that are broadcast."""
+    args = (("tensor", 0), ("tensor", 1), 40, -1)
+
+    def region(kind: str) -> GraphSpec:
+        g = cg.Graph("other")
+        summed = g.aten(
+            [g.input("v", (90, 40), F32), g.input("i", (90,), torch.int64)], OVERLOAD, args
+        )
+        table_ = g.input("more", (40,) if kind == "broadcast" else (40, 40), F32)
+        if kind == "read":
+            g.output("sums", summed)
+        if kind == "cast":
+            summed = g.cast(summed, F16)
+        if kind == "turned":
+            summed = g.transpose(summed, 0, 1)
+        if kind == "copied":
+            summed = g.reshape(g.transpose(summed, 0, 1), (40, 40))
+        g.output("y", summed * table_ if kind == "scaled" else g.add(summed, table_))
+        return g.spec()
+
+    for kind in ("read", "cast", "turned", "copied", "broadcast", "scaled"):
+        spec = region(kind)
+        with pytest.raises(Refused, match=r"sum by row|no kernel"):
+            patterns.by_rule(spec, 132)
+
+
+def test_a_gradient_of_a_shared_weight_is_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = generated.install(monkeypatch)
+    spec = shared(90, 8, 30, more=F16, cast=True)
+    inputs = random_inputs(spec, torch.device("cpu"))
+    cg.cache_clear()
+    found = compile_spec(spec, "cpu", policy=cg.Policy(kernels=True))(*inputs)
+    (exact,) = reference.run(spec, inputs, torch.float64)
+    numerics.check(found, exact, F32, terms=90)
+    assert [sorted(n.op for n in k.spec.nodes) for k in kernels] == [["add", "aten", "cast"]]
