@@ -161,7 +161,8 @@ class OnGpu:
 def measured(number: int, skipped: Mapping[str, str], gate: Any, *, names: bool) -> dict[str, Any]:
     """What a row's ways take, in us; with ``names`` the GPU kernels of each."""
     from cudnngraph.device import timing
-    from cudnngraph.select.trial import GraphTrial, StepTrial
+    from cudnngraph.select.graph_trial import GraphTrial
+    from cudnngraph.select.trial import StepTrial
 
     row = ROWS[number]
     spec = legalize(row.spec(), POLICY)

@@ -72,7 +72,7 @@ def test_zeros_around_images_are_padding_and_copied_in_their_layout(driver: None
     assert kinds(steps) == {
         "conv bias silu: cuDNN": 2,
         "conv bias silu: kernel": 1,
-        "expand: kernel": 2,  # into their slices of what the pooling reads, as the convolution
+        "cast expand: kernel": 2,  # into their slices of what the pooling reads, as the convolution
         "conv: kernel": 1,  # the pooling
     }
     for step in steps:
