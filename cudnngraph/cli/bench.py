@@ -100,10 +100,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def seconds(text: str) -> float:
     """Seconds, 0 or more; ``type=seconds`` of an argument."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"expected seconds, 0 or more, got '{text}'")
     return value
@@ -111,13 +108,18 @@ def seconds(text: str) -> float:
 
 def seconds_over_zero(text: str) -> float:
     """Seconds over 0; ``type=seconds_over_zero`` of an argument."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"expected seconds over 0, got '{text}'")
     return value
+
+
+def _number(text: str) -> float:
+    """The number that a text is, NaN for none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def run(args: argparse.Namespace) -> int:

@@ -101,10 +101,10 @@ def views_of(graph: CutGraph, name: str, *, kept: bool = False) -> tuple[list[No
     spec, chain = graph.spec, list[Node]()
     while len(graph.readers[name]) == 1 and name not in spec.outputs:
         view = graph.producer.get(name)
-        if view is None or not is_view(spec.tensors, view):
-            if view is None or not (kept and _shows_output(spec, view)):
-                return chain, name
-            return [*chain, view], view.operands[0]
+        if view is None or not (
+            is_view(spec.tensors, view) or (kept and _shows_output(spec, view))
+        ):
+            return chain, name
         chain.append(view)
         name = view.operands[0]
     return (chain, name) if kept and name in spec.outputs else ([], name)
