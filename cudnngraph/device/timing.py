@@ -34,19 +34,23 @@ ROUNDS = 9
 DROP_OVER = 1.25  # times the fastest: out after the second round
 HEAVY_US = 100.0  # a launch that takes as long is sampled under sustained load
 LOAD_MS = 60.0  # of load before such a sample, and of the sample itself
-LOAD_ROUNDS = 5
+LOAD_ROUNDS = 3  # of such samples, each the mean of many launches
 STEADY_MS = 5.0  # of a sample of contenders that load the GPU alike
 
 
 def interleave(
-    samples: Sequence[Sample], *, rounds: int = ROUNDS, drop_over: float = DROP_OVER
+    samples: Sequence[Sample],
+    *,
+    rounds: int = ROUNDS,
+    drop_over: float = DROP_OVER,
+    warm: bool = True,
 ) -> list[float]:
     """The median of each sampler over ``rounds``, taken in turn.
 
     One whose median is over ``drop_over`` times the least after two rounds is sampled no more; its
-    median is that of two. The first sample of each is thrown away.
+    median is that of two. The first sample of each is thrown away if they are to ``warm`` up.
     """
-    for sample in samples:
+    for sample in samples if warm else ():
         sample()
     taken: list[list[float]] = [[] for _ in samples]
     alive = list(range(len(samples)))
@@ -170,19 +174,21 @@ def measure(
     listed = [[each] if callable(each) else list(each) for each in contenders]
     try:
         captured = [Captured(each, stream) for each in listed]
+        warm = True
         if alike:
             samples: list[Sample] = [each.steady for each in captured]
         else:
-            samples, rounds = samplers(captured, rounds, quick=quick)
-        return interleave(samples, rounds=rounds, drop_over=drop_over)
+            samples, rounds, warm = samplers(captured, rounds, quick=quick)
+        return interleave(samples, rounds=rounds, drop_over=drop_over, warm=warm)
     finally:  # or what they use may be given away while they run
         stream.synchronize()
 
 
 def samplers(
     captured: Sequence[Captured], rounds: int, *, quick: bool = False
-) -> tuple[list[Sample], int]:
-    """Return how contenders are sampled, and how often: under load if all of them are heavy."""
+) -> tuple[list[Sample], int, bool]:
+    """Return how contenders are sampled, how often, and whether they have to warm up: under load,
+    which is a part of the sample then, if all of them are heavy."""
     if quick or min(each.launch_us for each in captured) < HEAVY_US:
-        return list(captured), rounds
-    return [each.sustained for each in captured], min(rounds, LOAD_ROUNDS)
+        return list(captured), rounds, True
+    return [each.sustained for each in captured], min(rounds, LOAD_ROUNDS), False

@@ -44,6 +44,7 @@ from ..select.heuristic import Builds, Cut, by_torch, choose, reference_only
 from ..select.kernels import Kernels
 from ..select.progress import progress_bar
 from ..select.remembered import RememberedBench, keep_settled
+from ..select.ruled import no_slower
 from ..select.settled import settled
 from .executable import Executable
 from .first_launch import FirstRun
@@ -218,6 +219,8 @@ def _searched(
             found = by_measurement(
                 spec, policy, remembered, tell, kernels, hints, floor, brief=brief, left_s=left_s
             )
+            if not brief:
+                found = no_slower(found, spec, policy, remembered, kernels, hints)
         finally:
             bench.rest()
         if policy.kernels and not brief:

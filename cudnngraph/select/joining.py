@@ -111,7 +111,7 @@ def _moved(
         before = [of[move.source], of[move.target]]
         if left is None or more is None or left.time_us + more.time_us >= _sum_us(before):
             continue
-        told = _told(before, left.time_us + more.time_us)
+        told = _told(before, _sum_us(before) / (left.time_us + more.time_us))
         of[move.source], of[move.target] = (_kept(t, told, bench, brief) for t in (left, more))
     return [of[item] for item in items]
 
@@ -147,7 +147,8 @@ def _given_up(
     parts = [known[each.nodes] for each in mine]
     made = subgraph_of(graph, whole.nodes)
     built = bench.kernels([(made, choice) for choice in kernels.choices(made)])
-    one = _faster(made, parts, built, bench, brief=brief, beside_us=way.time_us)
+    beside = subgraph_of(graph, [*front, *whole.nodes]), spec, way
+    one = _faster(made, parts, built, bench, brief=brief, beside=beside)
     if one is None or (way.plan is not None and bench.why_wrong(spec, way.plan) is not None):
         return items
     plan = None if way.choice is None or brief else bench.replay(spec, way.choice)
@@ -167,14 +168,31 @@ def _faster(
     bench: Bench,
     *,
     brief: bool,
-    beside_us: float = 0.0,
+    beside: tuple[GraphSpec, GraphSpec, Variant] | None = None,
 ) -> Step | None:
-    """The fastest of the kernels ``made`` for a region, if it takes less time than the parts one by
-    one, with ``beside_us`` of what else is to run then."""
+    """The fastest of the kernels ``made`` for a region, if it takes less time than the parts.
+
+    ``beside``: the graph that the parts make up where they are more than the region, what else of
+    it is to run then, and how. Both are timed in turn, as they are to run, but in a ``brief``
+    search: alone, a small part finds its data in a cache that all of them together do not fit into.
+    """
     timed = _timed(spec, made, bench)
-    if timed is None or timed.time_us + beside_us >= _sum_us(parts):
+    if timed is None:
         return None
-    return _kept(timed, _told(parts, timed.time_us + beside_us), bench, brief)
+    whole = spec
+    instead: list[tuple[GraphSpec, Plan | None]] = [(spec, timed.plans[timed.best][1])]
+    times = [_sum_us(parts), timed.time_us]
+    if beside is not None:
+        whole, front, way = beside
+        instead.insert(0, (front, way.plan))
+        times[1] += way.time_us
+    if not brief:
+        chains = [[(step.spec, plan) for step, plan in parts], instead]
+        times = bench.chain_times_us(whole, chains, alike=True) or times
+    before_us, after_us = times
+    if after_us >= before_us:
+        return None
+    return _kept(timed, _told(parts, before_us / after_us), bench, brief)
 
 
 @dataclass(frozen=True)
@@ -207,10 +225,10 @@ def _sum_us(parts: Sequence[Step]) -> float:
     return sum(step.time_us or 0.0 for step, _ in parts)
 
 
-def _told(parts: Sequence[Step], now_us: float) -> Decision:
-    """What is to be said of the parts that take longer than ``now_us``."""
+def _told(parts: Sequence[Step], ratio: float) -> Decision:
+    """What is to be said of the parts that take ``ratio`` times as long."""
     label = " | ".join(" ".join(node.op for node in compute_nodes(s.spec.nodes)) for s, _ in parts)
-    return Decision(f"steps {label}"[:300], False, f"{_sum_us(parts) / now_us:.2f} times the time")
+    return Decision(f"steps {label}"[:300], False, f"{ratio:.2f} times the time")
 
 
 def _kept(timed: _Timed, told: Decision, bench: Bench, brief: bool) -> Step:

@@ -132,10 +132,13 @@ def is_ranked(memo: Memo, spec: GraphSpec) -> bool:
 def fastest(rows: Sequence[Row]) -> Choice | None:
     """The plan of cuDNN's that rows say was fastest for a step, of those that passed their check.
 
-    The last comparison side by side decides, or else the first times. As in a search, of plans that
-    are nearly as fast the one with the smallest workspace is taken.
+    A graph for which the step was settled as another plan decides, then the last comparison side by
+    side, or else the first times. As in a search, of plans that are nearly as fast the one with the
+    smallest workspace is taken.
     """
     step = _Step(rows)
+    if isinstance(step.way, Choice) and step.way in step.right:
+        return step.way
     alone: dict[Choice, float] = {}
     final: dict[Choice, float] = {}
     for (rounds, _), times in step.times.items():
@@ -158,8 +161,11 @@ def fastest(rows: Sequence[Row]) -> Choice | None:
 def keep_settled(memo: Memo, ways: Iterable[tuple[GraphSpec, Way]]) -> None:
     """Tell a memo how steps are settled, as far as its times do not say so."""
     for spec, way in ways:
-        known = settled_way(memo.of(spec))
-        if known != way and not (known is None and isinstance(way, Choice)):
+        rows = memo.of(spec)
+        known = settled_way(rows)
+        if known is None and isinstance(way, Choice):
+            known = fastest(rows) or way
+        if way != known:
             memo.add(spec, {"what": SETTLED, "way": from_way(way)})
 
 

@@ -55,7 +55,7 @@ from .rules import why_never_one, why_split
 from .ways import Contender, Part, Schedule, StepSearch, Variant, decided, in_turn
 
 
-def _hinted_first(candidates: Sequence[Candidate], hints: Mapping[Choice, str]) -> list[Candidate]:
+def hinted_first(candidates: Sequence[Candidate], hints: Mapping[Choice, str]) -> list[Candidate]:
     """The candidates, behind those that hints name, whether cuDNN ranks them here or not; those
     that are predicted to be slow are last."""
     ranked = {candidate.choice: candidate for candidate in candidates}
@@ -181,7 +181,7 @@ class Search:
         elif why is None:
             try:
                 step.proposals = self._bench.proposals(step.spec)
-                step.queue = _hinted_first(step.proposals.candidates, step.hints)
+                step.queue = hinted_first(step.proposals.candidates, step.hints)
             except NotSupported as refusal:
                 step.lost += [Decision(subject, False, reason) for reason in refusal.reasons]
         else:

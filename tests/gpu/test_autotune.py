@@ -21,9 +21,12 @@ from cudnngraph.backend import env, handles
 from cudnngraph.backend.candidates import Candidate, Outcome, Proposals, build_first
 from cudnngraph.backend.plan import Plan
 from cudnngraph.device import timing
+from cudnngraph.executor import reference, streams
+from cudnngraph.executor.plans import replay
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime import compile as compiling
 from cudnngraph.select import bench
+from cudnngraph.select.graph_trial import GraphTrial
 from cudnngraph.select.trial import StepTrial
 from plans_cache.record import PlanRecord, from_json
 from tests import numerics
@@ -158,6 +161,42 @@ def test_what_is_tuned_is_right_and_kept(name: str, folder: Path, searches: list
     check(second, given)
     assert cg.cache_stats().lookups["built"] == built
     assert len(searches) == 1
+
+
+def test_a_whole_graph_is_timed_with_gradients_side_by_side(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = cg.Graph("gradients")
+    x = g.input("x", (8, 64, 28, 28), F16, layout="channels_last")
+    w = g.input("w", (64, 64, 3, 3), F16, layout="channels_last")
+    dy = g.relu(g.input("dy", (8, 64, 28, 28), F16, layout="channels_last"))
+    g.output("dw", g.conv_wgrad(dy, x, kernel=3, padding=1), layout="channels_last")
+    g.output("dx", g.conv_transpose(dy, w, padding=1), layout="channels_last")
+    program = g.compile("cuda", tune="heuristic")._program
+    steps = [
+        (step.spec, None if step.choice is None else replay(step.spec, step.choice, 0))
+        for step in program.steps
+    ]
+    beside: list[dict[int, int]] = []
+    real = streams.run
+
+    def counted(calls: Any, until: Any, *rest: Any, **options: Any) -> None:
+        beside.append(dict(until))
+        real(calls, until, *rest, **options)
+
+    monkeypatch.setattr(streams, "run", counted)
+    device = torch.device("cuda", 0)
+    trial = GraphTrial(program.spec, cg.Policy(), device)
+    run = trial.launch(steps)
+    run()
+    in_turn = [each.clone() for each in trial._outputs.values()]
+    assert not beside
+    (us,) = timing.measure([run], torch.cuda.Stream(device))
+    assert us > 0 and len(beside) >= 1 and all(beside), "captured, one beside the other"
+    exact = reference.run(program.spec, list(trial._inputs.values()), torch.float64)
+    made = trial._outputs.values()
+    for out, wanted, other, terms in zip(made, exact, in_turn, (8 * 28 * 28, 9 * 64), strict=True):
+        numerics.check(out, wanted, F16, torch_out=other, terms=terms)
 
 
 @pytest.mark.parametrize("name", ["conv_bias_relu", "masked"])

@@ -118,3 +118,29 @@ def test_a_block_of_its_real_size(block: Callable[..., cg.Graph]) -> None:
     exact = reference.run(spec, [t[name] for name in spec.inputs], torch.float64)
     for name, wanted in zip(spec.outputs, exact, strict=True):
         numerics.check(several[name].to(BF16), wanted, BF16, terms=3072, what=name)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("gelu", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("viewed", [False, True])
+def test_a_plan_makes_what_gelu_reads_too(dtype: torch.dtype, gelu: str, viewed: bool) -> None:
+    """As a training step keeps it for the gradient, at once or behind a reshape."""
+    rows, inner, columns = 520, 768, 328
+    g = cg.Graph("kept")
+    x, w = g.input("x", (rows, inner), dtype), g.input("w", (inner, columns), dtype)
+    u = g.add(g.matmul(x, w), g.input("b", (columns,), dtype))
+    g.output("u", u)
+    g.output("y", getattr(g, gelu)(g.reshape(u, (8, 65, columns)) if viewed else u))
+    exe = g.compile("cuda", kernels=True, tune="heuristic")
+    assert steps(exe) == [f"cudnn: matmul add {gelu}"]
+    t = random(exe.spec)
+    t["x"] *= 3  # some numbers beyond which GELU is flat
+
+    def eager(t: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        u = F.linear(t["x"], t["w"].t(), t["b"])
+        y = F.gelu(u, approximate="tanh" if gelu == "gelu_tanh" else "none")
+        return [u, y.view(8, 65, columns) if viewed else y]
+
+    exact = eager({name: each.double() for name, each in t.items()})
+    for out, wanted, other in zip(exe(**t), exact, eager(t), strict=True):
+        numerics.check(out, wanted, dtype, other, terms=inner)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cudnngraph.device.timing import DROP_OVER, ROUNDS, Captured, interleave
+from cudnngraph.device.timing import samplers as sampled
 
 
 class Sampler:
@@ -44,6 +45,22 @@ def test_contenders_are_sampled_in_turn() -> None:
 def test_the_first_sample_is_thrown_away() -> None:
     made, _ = samplers(a=[1000.0, 2.0], b=[0.001, 3.0])
     assert interleave(made, rounds=5) == [2.0, 3.0]
+
+
+def test_samples_that_warm_up_by_themselves_count_from_the_first_one() -> None:
+    made, log = samplers(a=[1.0, 2.0, 3.0], b=[5.0])
+    assert interleave(made, rounds=3, warm=False) == [2.0, 5.0]
+    assert log == ["a", "b", "a", "b", "a"], "the slow one drops out after two"
+
+
+@pytest.mark.parametrize(("us", "rounds"), [(99.0, 9), (101.0, 3)])
+def test_long_launches_are_sampled_under_load(us: float, rounds: int) -> None:
+    one, other = (Captured.__new__(Captured) for _ in range(2))
+    one.launch_us, other.launch_us = us, 500.0
+    samples, count, warm = sampled([one, other], 9)
+    assert count == rounds and warm == (us < 100.0)
+    assert samples == ([one, other] if warm else [one.sustained, other.sustained])
+    assert sampled([one, other], 9, quick=True) == ([one, other], 9, True)
 
 
 def test_the_result_is_the_median() -> None:

@@ -142,6 +142,25 @@ def test_neighbours_are_one_kernel_where_that_is_faster() -> None:
     assert taken(selection) == [("add", KERNEL), ("softmax", KERNEL)]
 
 
+@pytest.mark.parametrize(
+    ("in_turn", "one"), [([15.0, 13.0], True), ([11.0, 13.0], False), (None, False)]
+)
+def test_neighbours_are_timed_in_turn_beside_their_kernel(
+    in_turn: list[float] | None, one: bool
+) -> None:
+    """Alone a small part finds its data in the cache; without memory for that, alone has to do."""
+
+    def took(spec: GraphSpec, choice: Choice) -> float:
+        return {"add": 5.0, "softmax": 6.0, "add softmax": 12.0}[ops(spec)]
+
+    bench = KernelBench({}, took)
+    bench.whole_us = lambda chains: in_turn if len(chains[1]) == 1 else bench.sums_us(chains)
+    selection = run(scores(), bench)
+    apart = [("add", KERNEL), ("softmax", KERNEL)]
+    assert taken(selection) == ([("add softmax", KERNEL)] if one else apart)
+    assert bench.chains[-1] == ["add | softmax", "add softmax"]
+
+
 @pytest.mark.parametrize("ends", [0.0, math.inf])
 def test_neighbours_are_one_kernel_however_late_it_is(ends: float) -> None:
     """By rule they are one: a search without time left must not be slower for it."""

@@ -165,3 +165,27 @@ def test_a_memo_is_told_what_is_settled_once_and_what_is_last_counts() -> None:
     assert settled_way(memo.of(spec)) == PLAN
     memo.add(spec, {"what": "settled", "way": "nonsense"})
     assert settled_way(memo.of(spec)) == PLAN
+
+
+def test_a_graph_may_settle_a_step_as_another_plan_than_is_fastest_alone() -> None:
+    """Beside other steps; the last graph decides, and no row says what times do."""
+    memo, spec = Kept(), layers()
+    (step,) = made(spec, ("conv bias silu", PLAN))
+    other = Choice(7, ())
+    choices = [[each.engine, [list(knob) for knob in each.knobs]] for each in (PLAN, other)]
+    for choice in choices:
+        right = {"what": "built", "choice": choice, "right": True, "workspace_bytes": 0}
+        memo.add(step.spec, right)
+    memo.add(step.spec, {"what": "times", "choices": choices, "times": [9.0, 5.0], "rounds": 21})
+
+    def kept(choice: Choice) -> list[object]:
+        keep_settled(memo, settled(spec, made(spec, ("conv bias silu", choice))))
+        return [row["way"] for row in memo.of(step.spec) if row["what"] == "settled"]
+
+    assert fastest(memo.of(step.spec)) == other
+    assert kept(other) == []
+    assert kept(PLAN) == [choices[0]] and fastest(memo.of(step.spec)) == PLAN
+    assert kept(PLAN) == [choices[0]]
+    assert kept(other) == choices and fastest(memo.of(step.spec)) == other
+    memo.add(step.spec, {"what": "settled", "way": [8, []]})
+    assert fastest(memo.of(step.spec)) == other, "a plan that never passed its check"
