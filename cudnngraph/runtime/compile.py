@@ -37,6 +37,7 @@ from ..policy import Policy, check_options
 from ..rewrite.passes import legalize
 from ..select import cost, workers
 from ..select.alternatives import by_measurement
+from ..select.config import SEARCHED_SHARE
 from ..select.decision import Decision, Hints, Selection, StepPlan
 from ..select.effort import Effort
 from ..select.guard import Builder, GuardedBench, how
@@ -213,7 +214,7 @@ def _searched(
     with progress_bar("tuning", after_s=2.0) as tell:
         bench, remembered = together.bench(policy, device)
         effort = together.effort
-        left_s = max(0.0, policy.total_s - effort.total_s)
+        left_s = SEARCHED_SHARE * max(0.0, policy.total_s - effort.total_s)
         try:
             floor = cost.measured(remembered, spec).floor_us
             found = by_measurement(

@@ -24,7 +24,7 @@ IN_CONTEXT_AT_ONCE = 6  # of several steps beside those that were taken,
 IN_CONTEXT_SHARE = 0.01  # of a step that takes this share of the graph's time,
 IN_CONTEXT_LARGE_SHARE = 0.1  # (with a plan for this share of it, graphs load the GPU differently)
 IN_CONTEXT_BUDGETS = 4.0  # within this many budgets of an anchor,
-IN_CONTEXT_LEFT = 0.125  # and this share of what is left of the time for the whole;
+IN_CONTEXT_LEFT = 0.5  # and this share of what is left of the time for the whole;
 IN_CONTEXT_GAIN = 0.997  # a plan has to bring the graph's time below this
 ALIKE_ROUNDS, ALIKE = 11, 1.003  # of graphs that differ in one step; out at this factor
 AT_ONCE = 8  # plans that are timed in one turn at the GPU, while no worker checks any
@@ -32,5 +32,8 @@ BUILT_AHEAD = 6  # plans of a step that is searched alone, built before they are
 BUILT_TOGETHER = 2  # so many of them by one worker, which knows the step then
 REGIONS_AHEAD = 24  # regions of most worth, whose next plans are built before they are asked for
 KERNELS_OF = 4  # steps of which all schedules of the generated kernel are tried at once
+SEARCHED_SHARE = (
+    0.85  # of the time for the whole: what was chosen is built, and timed whole, behind
+)
 EXPLORED_SHARE = 0.6  # of the time for the whole: the rest is to compare what is close
 BEGUN_SHARE = 0.75  # of it, after which no other form of a graph or model is searched
