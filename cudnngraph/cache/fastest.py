@@ -20,6 +20,7 @@ from plans_cache.store import PlanStore
 
 from ..backend import env
 from ..backend.candidates import multiplies_float32
+from ..backend.env import EnvKey
 from ..backend.plan import Choice
 from ..errors import UnkeyableError
 from ..ir.key import graph_key, step_digest
@@ -39,15 +40,16 @@ NEAR_SEED = "measured fastest for this step: a seed ({})"
 
 class Fastest:
     """See :data:`~cudnngraph.select.guard.Fastest`: what is kept in the directory, then the seeds
-    of ``store``."""
+    of ``store``. ``device`` is a GPU of this machine, or the environment of one that is
+    described."""
 
-    def __init__(self, store: PlanStore, policy: Policy, device_index: int) -> None:
+    def __init__(self, store: PlanStore, policy: Policy, device: int | EnvKey) -> None:
         self._store = store
         self._policy = policy
-        self._index = device_index
+        self._device = device
         self._settled: dict[str, tuple[NoPlan, str] | None] = {}
         self._kept = {
-            allowed: Measured(replace(policy, allow_tf32=allowed), device_index)
+            allowed: Measured(replace(policy, allow_tf32=allowed), device)
             for allowed in (False, True)
         }
 
@@ -55,7 +57,8 @@ class Fastest:
     def _seeds(self) -> list[tuple[str, Mapping[str, Any], str]]:
         """The lists of seeds' steps that may serve here, the nearest first: the digest of the
         environment, how steps are settled, and what is to be said of that."""
-        here, found = env_components(env.env_key(self._index)), []
+        device, found = self._device, []
+        here = env_components(device if isinstance(device, EnvKey) else env.env_key(device))
         for listed in self._store.seed_steps():
             try:
                 apart = near.apart_by(here, listed.env)

@@ -194,8 +194,9 @@ def _print(explanation: Explanation, limit: int | None) -> None:
 
 
 def _print_plans(step: PlannedStep, limit: int | None) -> None:
-    """The first ``limit`` plans; those that may be used come before those that are barred."""
-    ordered = sorted(step.plans, key=lambda plan: not plan.allowed)
+    """The plan that is taken and the first ``limit`` in all; those that may be used come before
+    those that are barred."""
+    ordered = sorted(step.plans, key=lambda plan: (plan is not step.first, not plan.allowed))
     rows = []
     for plan in ordered[:limit]:
         status = "taken" if plan is step.first else "" if plan.allowed else "barred"

@@ -2,13 +2,14 @@
 
 The graph is lowered for the GPU that ``target`` describes and shown to the real cuDNN library,
 which needs no GPU to answer. The cuts are those that ``compile`` would make on such a GPU, and so
-is the order of the plans; nothing is measured.
+is the order of the plans; nothing is measured. What was measured of a step before, by a search or
+for the seeds that ship, is followed as ``compile`` does.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -24,8 +25,11 @@ from ..backend.deviceless import (
     target_of,
     target_processors,
 )
+from ..backend.deviceless import env_key as deviceless_env_key
 from ..backend.plan import Choice, Plan
 from ..backend.tested import dotted
+from ..cache import lookup
+from ..cache.fastest import Fastest
 from ..device.rules import planning_for
 from ..errors import NotSupported
 from ..graph.builder import Graph
@@ -80,10 +84,11 @@ class ListedPlan:
 class PlannedStep:
     """One step of the graph.
 
-    ``runs_on`` is "cuDNN" (by the first plan that is allowed), "kernel" (a generated one, whose
-    CUDA C++ is ``source``), "torch" (there is neither), or "unknown": cuDNN could not be asked,
-    since its runtime-compiled engines want a CUDA driver library to be there. ``refusals`` say why
-    larger cuts, or this one, were refused.
+    ``runs_on`` is "cuDNN" (by the first plan that is allowed, or that which was ``measured``
+    fastest: what that is known from), "kernel" (a generated one, whose CUDA C++ is ``source``),
+    "torch" (there is neither), or "unknown": cuDNN could not be asked, since its runtime-compiled
+    engines want a CUDA driver library to be there. ``refusals`` say why larger cuts, or this one,
+    were refused.
     """
 
     spec: GraphSpec
@@ -91,6 +96,8 @@ class PlannedStep:
     plans: tuple[ListedPlan, ...]
     refusals: tuple[Decision, ...]
     source: str = ""
+    fastest: Choice | None = None
+    measured: str = ""
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -100,7 +107,8 @@ class PlannedStep:
     @property
     def first(self) -> ListedPlan | None:
         """The plan that ``compile`` would take, None for a step without one."""
-        return next((plan for plan in self.plans if plan.allowed), None)
+        allowed = [plan for plan in self.plans if plan.allowed]
+        return next((plan for plan in allowed if plan.choice == self.fastest), (*allowed, None)[0])
 
 
 @dataclass(frozen=True)
@@ -158,6 +166,8 @@ class Explanation(OnTarget):
                         for refusal in step.refusals
                     ],
                     "source": step.source,
+                    "takes": None if step.first is None else step.first.rank,
+                    "measured": step.measured,
                     "plans": [plan.to_dict() for plan in step.plans],
                 }
                 for step in self.steps
@@ -181,7 +191,7 @@ class Explanation(OnTarget):
         for number, step in enumerate(self.steps, 1):
             lines.append(f"step {number} of {len(self.steps)}: {describe(step)}")
             lines += [f"  {line}" for line in refused(step)]
-            lines += [f"  {line}" for line in plan_lines(step.plans)]
+            lines += [f"  {line}" for line in plan_lines(step.plans, step.first)]
             lines += [f"  {line}" for line in own_part(step.source).splitlines()]
         return "\n".join(lines)
 
@@ -190,14 +200,16 @@ def describe(step: PlannedStep) -> str:
     """One line: the ops, where they run, and by which plan."""
     ops = " → ".join(step.ops)
     if step.runs_on == "unknown":
-        return f"{ops}: not known, it takes a runtime-compiled engine"
+        known = f"; {step.fastest} was {step.measured}" if step.fastest else ""
+        return f"{ops}: not known, it takes a runtime-compiled engine{known}"
     if step.runs_on == "kernel":
         return f"{ops}: a generated kernel"
     if step.first is None:
         return f"{ops}: torch"
     barred = sum(not plan.allowed for plan in step.plans)
     counts = f"{len(step.plans)} plans" + (f", {barred} of them barred" if barred else "")
-    return f"{ops}: cuDNN, {counts}; takes number {step.first.rank}"
+    why = f", {step.measured}" if step.measured else ""
+    return f"{ops}: cuDNN, {counts}; takes number {step.first.rank}{why}"
 
 
 def refused(step: PlannedStep) -> list[str]:
@@ -222,9 +234,9 @@ def workspace(plan: ListedPlan) -> str:
     return "unknown" if plan.workspace_bytes is None else f"{plan.workspace_bytes} bytes"
 
 
-def plan_lines(plans: Sequence[ListedPlan]) -> list[str]:
-    """The first few plans that may be used, and how many others there are."""
-    allowed = [plan for plan in plans if plan.allowed]
+def plan_lines(plans: Sequence[ListedPlan], taken: ListedPlan | None = None) -> list[str]:
+    """The plan that is taken and the first few that may be used, and how many others there are."""
+    allowed = sorted((plan for plan in plans if plan.allowed), key=lambda plan: plan != taken)
     lines = [
         f"{plan.rank}: {plan.choice}, workspace {workspace(plan)}"
         + (", compiled at run time" if plan.runtime_compiled else "")
@@ -249,16 +261,24 @@ class _Walk:
     """Proposes plans for the parts that the walk of :mod:`~cudnngraph.select.heuristic` asks
     for."""
 
-    def __init__(self, target: str, policy: Policy, driver: bool) -> None:
+    def __init__(
+        self,
+        target: str,
+        policy: Policy,
+        driver: bool,
+        fastest: Callable[[GraphSpec], tuple[Choice, str] | None] = lambda spec: None,
+    ) -> None:
         self._target = target
         self._policy = policy
         self._driver = driver
+        self._fastest = fastest
         self._plans: list[tuple[GraphSpec, tuple[Listed, ...]]] = []
         self._unasked: list[tuple[GraphSpec, tuple[str, ...]]] = []
         self._sources: list[tuple[GraphSpec, str]] = []
 
     def build(self, part: GraphSpec) -> tuple[Plan, tuple[Outcome, ...]]:
-        """The first plan proposed for ``part`` that the policy allows, unbuilt."""
+        """The plan that was measured fastest for ``part``, or the first proposed for it, that the
+        policy allows, unbuilt."""
         try:
             lowered, candidates = propose_for(part, self._target)
         except NotSupported as refusal:
@@ -270,7 +290,8 @@ class _Walk:
         listed = examine(lowered, candidates, part, self._policy, capability, env.frontend())
         self._plans.append((part, listed))
         outcomes = []
-        for plan in listed:
+        ahead, _ = self._fastest(part) or (None, "")
+        for plan in sorted(listed, key=lambda each: each.candidate.choice != ahead):
             need = plan.workspace_bytes
             outcomes.append(Outcome(plan.candidate, plan.allowed, plan.reason, need))
             if plan.allowed:
@@ -300,7 +321,13 @@ class _Walk:
         if unasked is not None:
             runs_on = "unknown"
             refusals += [Decision(f"'{part.name}' as one plan", False, why) for why in unasked]
-        return PlannedStep(part, runs_on, listed_plans(listed), tuple(refusals), source)
+        asked = listed or unasked is not None
+        ahead, said = (self._fastest(part) if asked else None) or (None, "")
+        if listed and chosen.choice != ahead:
+            ahead, said = None, ""
+        return PlannedStep(
+            *(part, runs_on, listed_plans(listed), tuple(refusals), source, ahead, said)
+        )
 
 
 def listed_plans(listed: Sequence[Listed]) -> tuple[ListedPlan, ...]:
@@ -342,12 +369,14 @@ def explain(
     resolved = resolve_policy(policy, options, spec)
     cudnn_version = env.cudnn_version()
     driver = libraries.load_driver().usable
-    walk = _Walk(target, resolved, driver)
+    fastest = Fastest(lookup.store(), resolved, deviceless_env_key(target))
+    walk = _Walk(target, resolved, driver, fastest)
     with planning_for(target_capability(target)):
         capability = target_capability(target)
         regions = Kernels(target_processors(target), capability=capability)
         kernels = regions if resolved.kernels else None
-        selection = heuristic.heuristic(spec, resolved, walk.build, kernels, walk.generate)
+        made = walk.build, kernels, walk.generate, fastest.settled
+        selection = heuristic.heuristic(spec, resolved, *made)
         steps = tuple(walk.step(step) for step in selection.steps)
     return Explanation(
         spec,

@@ -69,9 +69,10 @@ def heuristic(
     build: Build,
     kernels: Kernels | None = None,
     checked: Checked | None = None,
+    settled: Settled = lambda spec: None,
 ) -> Selection:
     """Choose for a graph as it was declared: :func:`by_torch`, or :func:`choose`."""
-    builds = Builds(build, checked=checked)
+    builds = Builds(build, checked=checked, settled=settled)
     return by_torch(spec) or choose(legalize(spec, policy), policy, builds, kernels)
 
 

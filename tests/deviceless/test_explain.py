@@ -15,9 +15,14 @@ import torch
 import cudnngraph as cg
 from cudnngraph.backend import deviceless, env
 from cudnngraph.backend.deviceless import propose_for
+from cudnngraph.cache.measured import Measured
 from cudnngraph.cli import main
+from cudnngraph.cli.explain import _print_plans as print_plans
 from cudnngraph.explain.offline import Explanation
 from cudnngraph.select import heuristic
+from cudnngraph.select.remembered import keep_settled
+from cudnngraph.select.settled import TORCH
+from cudnngraph.settings import override
 
 F16, F32 = torch.float16, torch.float32
 
@@ -56,6 +61,36 @@ def test_the_text_names_gpu_library_graph_and_plans() -> None:
         f"... and {len(found.steps[0].plans) - 5} more",
     ):
         assert part in text
+
+
+def test_what_was_measured_for_such_a_gpu_is_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ``compile`` follows it: a plan, and a product apart from what stands behind it."""
+    graph = conv()
+    with override(cache_dir=tmp_path, seeds=False):
+        before = cg.explain(graph)
+        part, third = before.steps[0].spec, before.steps[0].plans[2]
+        memo = Measured(before.policy, deviceless.env_key("nvidia-h200"))
+        choice = [third.engine, [list(knob) for knob in third.knobs]]
+        built = {"what": "built", "choice": choice, "right": True, "workspace_bytes": 0}
+        memo.add(part, built)
+        memo.add(part, {"what": "times", "choices": [choice], "times": [5.0], "rounds": 21})
+        found = cg.explain(graph)
+        (step,) = found.steps
+        assert step.first == third and step.plans == before.steps[0].plans
+        said = "measured fastest for this step on such a GPU: a search before"
+        assert f"takes number 3, {said}\n  3: {third.choice}" in str(found)
+        (body,) = found.to_dict()["steps"]
+        assert (body["takes"], body["measured"]) == (3, said)
+        print_plans(step, 2)
+        rows = [line.split() for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
+        assert [row[0] for row in rows] == ["3", "1"] and "taken" in rows[0]
+        assert cg.explain(graph, "nvidia-h100").steps[0].measured == ""
+        assert cg.explain(graph, exclude_engines=(f"eng{third.engine}",)).steps[0].measured == ""
+        keep_settled(memo, [(part, TORCH)])
+        settled = cg.explain(graph, kernels=True)
+        assert [each.runs_on for each in settled.steps] == ["torch"]
 
 
 def test_to_dict_is_json_and_says_what_the_object_says() -> None:
