@@ -6,9 +6,11 @@ whole graph shows: both choices are run whole, in turn.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
-from ..backend.candidates import Outcome
+from ..backend.candidates import Candidate, Outcome
 from ..backend.plan import Plan
 from ..errors import NotSupported
 from ..ir.key import step_digest
@@ -43,7 +45,7 @@ def no_slower(
     if policy.fallback == "error" or not regions(CutGraph(legal)):
         return found
     firsts, checked = _Firsts(bench, hints or {}), None if kernels is None else bench.kernels
-    builds = Builds(firsts, lambda parts: bench.expect(list(parts)), checked)
+    builds = Builds(firsts, firsts.expect, checked)
     try:
         ruled = choose(legal, policy, builds, kernels)
     except NotSupported:
@@ -77,6 +79,21 @@ class _Firsts:
         self._hints = hints
         self._known: dict[str, Built | NotSupported] = {}
 
+    def expect(self, parts: Iterable[GraphSpec]) -> None:
+        """Have first plans built, several at a time, of steps of which nothing is known."""
+        specs = {step_digest(spec): spec for spec in parts}
+        self._bench.expect(list(specs.values()))
+        for digest, spec in specs.items():
+            with suppress(NotSupported):
+                first = next(iter(self._candidates(spec, digest)), None)
+                if first is not None and not self._bench.ready(spec, first.choice):
+                    self._bench.ahead(spec, 1)
+
+    def _candidates(self, spec: GraphSpec, digest: str) -> list[Candidate]:
+        """What may run a step, in the order in which it is tried."""
+        listed = self._bench.proposals(spec).candidates
+        return hinted_first(listed, self._hints.get(digest, {}))
+
     def __call__(self, spec: GraphSpec) -> Built:
         digest = step_digest(spec)
         if digest not in self._known:
@@ -93,7 +110,7 @@ class _Firsts:
         bench = self._bench
         proposals = bench.proposals(spec)
         outcomes: list[Outcome] = []
-        for candidate in hinted_first(proposals.candidates, self._hints.get(digest, {})):
+        for candidate in self._candidates(spec, digest):
             outcome, plan = proposals.build(candidate)
             if plan is not None:
                 right = bench.passed(spec, plan)

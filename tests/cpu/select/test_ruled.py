@@ -102,6 +102,17 @@ def test_rules_take_the_first_plan_that_is_right() -> None:
     assert (lost[0], lost[1]) == ("wrong: it is", "too new")
 
 
+def test_first_plans_that_nothing_is_known_of_are_built_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, ahead = table(OFFERS), list[tuple[str, int]]()
+    monkeypatch.setattr(bench, "ahead", lambda spec, count: ahead.append((ops(spec), count)))
+    monkeypatch.setattr(bench, "ready", lambda spec, choice: ops(spec) == WHOLE)
+    _, best = beside_rules(tower(8), bench, [200.0, 150.0])
+    assert taken(best)[-1] == (LAST, 0)
+    assert ahead[-1:] == [(LAST, 1)] and (WHOLE, 1) not in ahead
+
+
 def test_rules_begin_with_what_hints_name() -> None:
     bench = table({WHOLE: [Offer(30.0), Offer(20.0), Offer(25.0)], LAST: [Offer(5.0)]})
     first = run(canonical(tower(8)), bench).steps[0]
