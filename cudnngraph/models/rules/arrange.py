@@ -86,64 +86,50 @@ _FILLED |= packets("full", "full_like", "new_full")
 
 # -- padding --------------------------------------------------------------------------------------
 
-MOST_SLICES = 4  # of one element that a side of a dim is padded by
+
+def _padded(name: str) -> Rule:
+    """The rule of torch's op ``name``, which a generated kernel reads an image by."""
+
+    def rule(c: Importer, a: Arguments) -> Value:
+        x, pads = c.value(a["self"]), list(a["padding"])
+        if not any(_padded_dims(c, x, a)):
+            return x
+        made: Value = c.g.aten([x], f"aten.{name}.default", (("tensor", 0), ("list", *pads)))
+        return made
+
+    return rule
 
 
 def _padded_dims(c: Importer, x: Value, a: Arguments) -> Iterator[tuple[int, int, int]]:
     """The dims that are padded, with how many elements before and behind: last first."""
     pads = list(a["padding"])
     if not c.kernels or x.dtype not in FLOATS or min(pads) < 0:
-        raise Skip  # torch's own copies once, whatever the number of dims
+        raise Skip
     for place in range(len(pads) // 2):
         before, behind = pads[2 * place : 2 * place + 2]
         if before or behind:
             yield len(x.shape) - 1 - place, before, behind
 
 
-def _picked(c: Importer, x: Value, dim: int, places: Sequence[int]) -> list[Value]:
-    if len(places) > MOST_SLICES:
-        raise Skip
-    return [part(c, x, dim, place, place + 1) for place in places]
-
-
-def _reflection_pad(c: Importer, a: Arguments) -> Value:
-    x = c.value(a["self"])
-    for dim, before, behind in _padded_dims(c, x, a):
-        size = x.shape[dim]
-        first = _picked(c, x, dim, range(before, 0, -1))
-        last = _picked(c, x, dim, range(size - 2, size - 2 - behind, -1))
-        x = c.g.concat([*first, x, *last], dim)
-    return x
-
-
-def _replication_pad(c: Importer, a: Arguments) -> Value:
-    x = c.value(a["self"])
-    for dim, before, behind in _padded_dims(c, x, a):
-        size, parts = x.shape[dim], [x]
-        for count, place in ((before, 0), (behind, size - 1)):
-            if count:
-                shape = (*x.shape[:dim], count, *x.shape[dim + 1 :])
-                wide = c.g.expand(part(c, x, dim, place, place + 1), shape)
-                parts = [*parts, wide] if place or parts[0] is not x else [wide, *parts]
-        x = c.g.concat(parts, dim)
-    return x
-
-
 def _reflection_backward(c: Importer, a: Arguments) -> Value:
     """What lies within, and what lies outside from where it was taken."""
     dy, image = c.value(a["grad_output"]), c.value(a["self"]).shape
     for dim, before, behind in _padded_dims(c, dy, a):
-        size = image[dim]
-        dx = part(c, dy, dim, before, before + size)
+        size, end = image[dim], before + image[dim]
+        dx = part(c, dy, dim, before, end)
         if before:
-            first = _picked(c, dy, dim, range(before - 1, -1, -1))
-            dx = c.g.add(dx, between(c, _joined(c, first, dim), dim, 1, size - 1 - before, 0.0))
+            first = _turned(c, part(c, dy, dim, 0, before), dim)
+            dx = c.g.add(dx, between(c, first, dim, 1, size - 1 - before, 0.0))
         if behind:
-            end = before + size + behind
-            last = _picked(c, dy, dim, range(end - 1, end - 1 - behind, -1))
-            dx = c.g.add(dx, between(c, _joined(c, last, dim), dim, size - 1 - behind, 1, 0.0))
+            last = _turned(c, part(c, dy, dim, end, end + behind), dim)
+            dx = c.g.add(dx, between(c, last, dim, size - 1 - behind, 1, 0.0))
         dy = dx
     return dy
+
+
+def _turned(c: Importer, x: Value, dim: int) -> Value:
+    made: Value = c.g.aten([x], "aten.flip.default", (("tensor", 0), ("list", dim)))
+    return made
 
 
 def _replication_backward(c: Importer, a: Arguments) -> Value:
@@ -221,9 +207,12 @@ RULES: dict[str, Rule] = {
     "channel_shuffle": _channel_shuffle,
     "pixel_shuffle": _pixel_shuffle,
     "pixel_unshuffle": _pixel_unshuffle,
-    **{f"reflection_pad{rank}d": _reflection_pad for rank in (1, 2, 3)},
+    **{
+        name: _padded(name)
+        for rank in (1, 2, 3)
+        for name in (f"reflection_pad{rank}d", f"replication_pad{rank}d")
+    },
     **{f"reflection_pad{rank}d_backward": _reflection_backward for rank in (1, 2, 3)},
-    **{f"replication_pad{rank}d": _replication_pad for rank in (1, 2, 3)},
     **{f"replication_pad{rank}d_backward": _replication_backward for rank in (1, 2, 3)},
     "slice_scatter": _slice_scatter,
     "select_scatter": _select_scatter,
