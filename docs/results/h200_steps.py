@@ -7,8 +7,9 @@ for the GPT), gradients set to none. Model and loss are compiled together. Each 
 process of its own, its contenders one after the other on copies of the same weights. Each reports
 its time a step, the most memory that was allocated after its first step (weights, gradients and
 state with it, and what a capture allocates), how long its first step took, and its loss after the
-last step. ``--models`` and ``--ways`` choose; ``--breakdown`` adds the kernels of a step. With
-``--warm`` torch.compile compiles all models side by side before, so its first steps take less.
+last step. ``--models`` and ``--ways`` choose, of which "torch.compile max-autotune" takes minutes;
+``--breakdown`` adds the kernels of a step. With ``--warm`` torch.compile compiles all models side
+by side before, so its first steps take less.
 """
 
 from __future__ import annotations
@@ -198,9 +199,9 @@ def forward_of(way: str, model: nn.Module, tune: str) -> Callable[..., Any]:
             return dynamo.backend(module, given, options={"policy": policy}, mode=mode)
 
         return torch.compile(model, backend=backend)
-    if way == "torch.compile reduce-overhead":
-        return torch.compile(model, mode="reduce-overhead")
-    return torch.compile(model) if way.startswith("torch.compile") else model
+    if way.startswith("torch.compile"):
+        return torch.compile(model, mode=way.removeprefix("torch.compile").strip() or None)
+    return model
 
 
 def measure(name: str, way: str, made: tuple[nn.Module, Batch, Loss], args: Any) -> dict[str, Any]:
