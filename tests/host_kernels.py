@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from cudnngraph.kernels.banded import PRODUCTS
 from cudnngraph.kernels.gather import CLUSTER
 from cudnngraph.kernels.scalars import PRELUDE
 from cudnngraph.kernels.source import Source
@@ -142,6 +143,43 @@ D float get(e5m2 x) { return get8(x.bits, 2, 15, 0x7b, 0x7d); }
 D void put(e4m3& to, float x) { to.bits = put8(x, 3, 7, 0x7e, 0x7f); }
 D void put(e5m2& to, float x) {
   to.bits = std::isinf(x) ? (x < 0 ? 0xfc : 0x7c) : put8(x, 2, 15, 0x7b, 0x7f);
+}
+// What a warp does together with the matrices of tensor cores.
+static const void* rows_at[1024];
+static u32 multiplied[1024][6];
+D u32 lows(u32 a, u32 b) { return (a & 0xffffu) | b << 16; }
+D u32 highs(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
+D void load_rows(u32 (&a)[4], const void* at) {
+  u32 me = threadIdx.x, first = me / 32 * 32, lane = me % 32;
+  if ((uintptr_t)at % 16) wrong = MISALIGNED;
+  rows_at[me] = at;
+  meet(50);
+  for (u32 m = 0; m < 4; ++m)
+    memcpy(&a[m], (const u32*)rows_at[first + 8 * m + lane / 4] + lane % 4, 4);
+  meet(51);
+}
+template <class T> D float half_of(T, u32 two, u32 second) {
+  unsigned short bits = second ? two >> 16 : two & 0xffff;
+  T x;
+  memcpy(&x, &bits, 2);
+  return get(x);
+}
+template <class T> D void multiply(
+    T kind, float& p, float& q, float& r, float& s, const u32 (&a)[4], u32 b0, u32 b1) {
+  u32 me = threadIdx.x, first = me / 32 * 32, lane = me % 32;
+  for (int i = 0; i < 4; ++i) multiplied[me][i] = a[i];
+  multiplied[me][4] = b0, multiplied[me][5] = b1;
+  meet(52);
+  float* sums[4] = {&p, &q, &r, &s};
+  for (u32 e = 0; e < 4; ++e) {
+    u32 row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+    for (u32 k = 0; k < 16; ++k) {
+      u32 x = multiplied[first + row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+      u32 y = multiplied[first + column * 4 + k % 8 / 2][4 + k / 8];
+      *sums[e] += half_of(kind, x, k % 2) * half_of(kind, y, k % 2);
+    }
+  }
+  meet(53);
 }
 D float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 D float inverse(float x) { return 1.0f / x; }
@@ -314,6 +352,7 @@ def _compile(sources: Sequence[Source]) -> None:
     for at, source in enumerate(sources):
         assert PRELUDE in source.text
         own = source.text.replace(PRELUDE, "").replace('extern "C" ', "").replace(CLUSTER, "")
+        own = own.replace(PRODUCTS, "")
         scratch = ", workspace" if source.several else ""
         calls = (
             CALL

@@ -16,6 +16,7 @@ from ..backend.plan import KERNEL, Choice
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
 from . import (
+    banded,
     depthwise,
     depthwise_gradient,
     pieces,
@@ -26,6 +27,7 @@ from . import (
     tap_sums,
     tiles,
 )
+from .banded import Banded
 from .depthwise import Strips
 from .pieces import Pieces
 from .pool_gradient import Patches
@@ -51,7 +53,7 @@ from .tap_sums import TapSums
 from .tape import Cut, Refused
 from .tiling import Tiling, tiles_of, tilings, why_tiles_first
 
-Pattern = Schedule | Split | Tiling | Strips | TapSums | Pieces | Patches | Bins | Lists
+Pattern = Schedule | Split | Tiling | Strips | Banded | TapSums | Pieces | Patches | Bins | Lists
 
 #: The knobs of a choice by the pattern that they are the schedule of.
 _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
@@ -60,6 +62,7 @@ _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     Tiling: ("lanes", "along", "across", "threads"),
     Pieces: ("lanes", "threads", "blocks"),
     Strips: ("lanes", "wide", "high", "vectors", "blocks"),
+    Banded: ("tiles_wide", "tiles_high", "vectors", "warps"),
     Bins: ("table_rows", "columns", "threads"),
     Lists: ("listed_rows", "columns", "numbers", "threads"),
     Patches: ("lanes", "patch_wide", "patch_high", "threads"),
@@ -150,7 +153,10 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
         sums = tap_sums.schedules(spec, processors)
         return list(found | dict.fromkeys(map(choice_of, sums)))
     if depthwise.has_depthwise(spec):
-        return list(found | dict.fromkeys(map(choice_of, depthwise.strips(spec, processors))))
+        tried: list[Pattern] = [*depthwise.strips(spec, processors)]
+        with suppress(Refused):
+            tried[1:1] = banded.schedules(spec)
+        return list(found | dict.fromkeys(map(choice_of, tried)))
     if isinstance(schedule_of(next(iter(found))), Patches):
         found |= dict.fromkeys(map(choice_of, pool_gradient.patches(spec, processors)))
     if isinstance(schedule_of(next(iter(found))), Pieces):
@@ -201,6 +207,8 @@ def _name(spec: GraphSpec) -> str:
 def _written(spec: GraphSpec, schedule: Pattern) -> Source:
     if isinstance(schedule, Strips):
         return depthwise.write(spec, schedule)
+    if isinstance(schedule, Banded):
+        return banded.write(spec, schedule)
     if isinstance(schedule, TapSums):
         return depthwise_gradient.write(spec, schedule)
     if isinstance(schedule, Bins):

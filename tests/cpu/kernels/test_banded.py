@@ -1,0 +1,145 @@
+"""Depthwise convolutions by tensor cores: run on the CPU against float64, and compiled."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph.executor import reference
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.kernels import banded, compile, patterns
+from cudnngraph.kernels.banded import Banded
+from cudnngraph.kernels.cubin import resources
+from cudnngraph.kernels.tape import Refused
+from cudnngraph.select.inputs import random_inputs
+from tests import host_kernels, numerics
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def graph(
+    shape: tuple[int, int, int, int] = (2, 16, 19, 21),
+    kernel: tuple[int, int] = (7, 7),
+    dtype: torch.dtype = BF16,
+    *,
+    transposed: bool = False,
+    behind: bool = True,
+    **options: Any,
+) -> GraphSpec:
+    """A depthwise convolution, or the gradient of one, with what stands behind it."""
+    g = cg.Graph("depthwise")
+    last: Any = {"layout": "channels_last"}
+    x = g.input("x", shape, dtype, **last)
+    w = g.input("w", (shape[1], 1, *kernel), dtype, **last)
+    options = {"padding": (kernel[0] // 2, kernel[1] // 2), "groups": shape[1], **options}
+    y = g.conv_transpose(x, w, **options) if transposed else g.conv(x, w, **options)
+    if behind:
+        y = g.silu(g.bias(y, g.input("b", (shape[1],), dtype)))
+        assert y.spec is not None
+        y = g.add(y, g.input("r", y.spec.shape, dtype, **last))
+    g.output("y", y, dtype=dtype, **last)
+    return g.spec()
+
+
+def check(spec: GraphSpec, schedule: Banded, *, backwards: bool = False) -> None:
+    inputs = random_inputs(spec, torch.device("cpu"))
+    (want,) = reference.run(spec, inputs, torch.float64)
+    out = spec.tensors["y"].empty("cpu")
+    host_kernels.run(banded.write(spec, schedule), [*inputs, out], backwards=backwards)
+    numerics.check(out, want, spec.tensors["x"].dtype, what=str(schedule))
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kernel", [(7, 7), (5, 5), (3, 9), (1, 1), (4, 2)])
+def test_bands_of_all_sizes_are_right(
+    dtype: torch.dtype, transposed: bool, kernel: tuple[int, int]
+) -> None:
+    spec = graph(kernel=kernel, dtype=dtype, transposed=transposed)
+    check(spec, Banded(2, 1, 2, 4))
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (6, 1), (2, 5)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_windows_may_reach_over_the_image(padding: tuple[int, int], transposed: bool) -> None:
+    spec = graph((1, 8, 18, 11), padding=padding, transposed=transposed, behind=False)
+    check(spec, Banded(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    "schedule", [Banded(3, 2, 1, 4), Banded(1, 2, 2, 8), Banded(2, 1, 4, 4), Banded(3, 1, 1, 2)]
+)
+@pytest.mark.parametrize("backwards", [False, True])
+def test_every_schedule_is_right(schedule: Banded, backwards: bool) -> None:
+    """With tiles over the borders, and warps that have none left."""
+    check(graph((2, 32, 35, 23), (5, 5), F16), schedule, backwards=backwards)
+
+
+def test_schedules_that_are_measured_are_right() -> None:
+    spec = graph((2, 24, 14, 14), (5, 5))
+    found = banded.schedules(spec)
+    assert 2 <= len(found) <= banded.MOST and found[0].tiles_wide == 2
+    for schedule in found:
+        check(spec, schedule)
+    listed = patterns.choices(spec, 132)
+    assert isinstance(patterns.schedule_of(listed[0]), patterns.Strips), "rules take no band"
+    assert [patterns.schedule_of(each) for each in listed[1 : 1 + len(found)]] == found
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_reaches_its_windows_alone(number: float) -> None:
+    """Zeros of a band times infinity are NaN, where no window of torch's is."""
+    spec = graph((1, 8, 17, 20), (3, 5), F16, behind=False)
+    inputs = random_inputs(spec, torch.device("cpu"))
+    inputs[0][0, 3, 5, 9] = number
+    (want,) = reference.run(spec, inputs, torch.float64)
+    out = spec.tensors["y"].empty("cpu")
+    host_kernels.run(banded.write(spec, Banded(3, 1, 1, 1)), [*inputs, out])
+    assert int((~want.isfinite()).sum()) == 15
+    assert torch.equal(out.isnan(), want.isnan()) and torch.equal(out.isinf(), want.isinf())
+    there = want.isfinite()
+    numerics.check(out[there], want[there], F16)
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (graph(dtype=F32), "tensor cores multiply 16-bit numbers of one dtype"),
+        (graph(stride=2), "a band has every tap and every place"),
+        (graph(dilation=2), "a band has every tap and every place"),
+        (graph((1, 12, 20, 20)), "a band of eight columns holds at most nine taps"),
+        (graph(kernel=(3, 11)), "a band of eight columns holds at most nine taps"),
+    ],
+)
+def test_what_is_no_band_is_refused(spec: GraphSpec, why: str) -> None:
+    for call in (lambda: banded.schedules(spec), lambda: banded.write(spec, Banded(1, 1, 1, 1))):
+        with pytest.raises(Refused, match=why):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "why"),
+    [
+        (Banded(0, 1, 1, 1), "a schedule without tiles"),
+        (Banded(1, 1, 4, 4), "4 vectors of channels"),
+        (Banded(1, 1, 2, 1), "2 vectors of channels"),
+        (Banded(14, 4, 2, 4), "an image that shared memory does not hold"),
+    ],
+)
+def test_schedules_that_do_not_fit_are_refused(schedule: Banded, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        banded.write(graph(), schedule)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("kernel", [5, 7])
+def test_they_compile_and_spill_nothing(kernel: int, capability: int) -> None:
+    pytest.importorskip("cuda.bindings")
+    spec = graph((64, 96, 56, 56), (kernel, kernel))
+    for schedule in banded.schedules(spec):
+        used = resources(compile.cubin(banded.write(spec, schedule).text, capability))
+        assert used.local_bytes == 0 and used.registers <= 128, (schedule, used)
