@@ -10,11 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
+import torch
+
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, Node, TensorSpec, memory_order, numel, once
+from ..ops.table import OPS
 from .index import Sum, Var, counter, digits, place, reshaped
 from .parts import counted, parts_of, run_of
 from .rules import RULES
+from .rules.torch_ops import converted
 from .scalars import MEMORY, REGISTER, number
 from .short_reductions import written_out
 from .source import MOST_TENSORS
@@ -47,6 +51,8 @@ MOST_REGISTERS = 1 << 16  # of a block; half of them are for what is not kept
 MOST_AS_READ = 28  # registers of a thread, of 64, that keep what it reads
 SMALL = 4096  # elements, which may lie anyhow
 SMALL_BLOCK = 128  # threads
+#: Norms whose statistics may be those of single channels.
+OF_CHANNELS = ("batch_norm_train", "instance_norm", "group_affine")
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,8 @@ def _add(values: dict[str, Value], node: Node, spec: GraphSpec) -> None:
     if rule is None:
         raise Refused(f"no kernel is generated for {node.op}")
     operands = [None if name is None else values[name] for name in node.inputs]
+    if node.op in OF_CHANNELS and operands[0] is not None:
+        operands[0] = converted(operands[0], _written_as(node.operands[0], spec))
     made = rule(node, operands, spec.tensors[node.results[0]])
     for name, value in zip(node.outputs, made, strict=False):
         if name is None:
@@ -154,6 +162,28 @@ def _add(values: dict[str, Value], node: Node, spec: GraphSpec) -> None:
         if value.shape != tensor.shape:
             raise Refused(f"the rule of {node.op} makes {value.shape} of '{name}' {tensor.shape}")
         values[name] = value
+
+
+def _written_as(name: str, spec: GraphSpec) -> torch.dtype | None:
+    """The 16-bit dtype in which a region writes what it computes as a tensor or as a view of it.
+
+    Statistics of a channel are of that, as torch's are. The gradient reads it beside them, and the
+    sum of a channel's gradients cancels to 0 only if it has their mean.
+    """
+    producers = {result: node for node in spec.nodes for result in node.results}
+
+    def base(name: str) -> str:
+        while (node := producers.get(name)) is not None and (
+            OPS[node.op].view or (node.op == "cast" and node.attr("dtype") == "float32")
+        ):
+            name = node.operands[0]
+        return name
+
+    whole, narrow = base(name), (torch.float16, torch.bfloat16)
+    if whole in spec.inputs:
+        return None
+    written = (spec.tensors[each].dtype for each in spec.outputs if base(each) == whole)
+    return next((dtype for dtype in written if dtype in narrow), None)
 
 
 def reachable(values: Iterable[Value]) -> list[Value]:
