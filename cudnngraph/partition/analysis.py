@@ -129,7 +129,7 @@ class CutGraph:
         for node in self.spec.nodes:
             for name in node.results:
                 tensor, dtype = self.spec.tensors[name], self._data[name]
-                if name in self.spec.outputs or name in self._wide:
+                if name in self.spec.outputs or name in self._wide | self._read_by_torch:
                     continue
                 if node.op == "cast":
                     narrow.update(self._as_cast(node))
@@ -180,13 +180,22 @@ class CutGraph:
             and all(each.op == "reduction" and each.attr("dims") == rows for each in readers)
         )
 
-    @cached_property
+    @property
     def _data(self) -> Mapping[str, torch.dtype]:
         """The dtype of the data that each tensor comes of; statistics are data of their own."""
+        return self._dtypes[0]
+
+    @cached_property
+    def _dtypes(self) -> tuple[Mapping[str, torch.dtype], Mapping[str, torch.dtype]]:
+        """The dtype of each tensor's data, and that of torch, which has float32 where one operand
+        has it, be it a vector beside an image of 16 bits."""
         data = {name: self.spec.tensors[name].dtype for name in self.spec.inputs}
+        torchs = dict(data)
         for node in self.spec.nodes:
             if node.op == "aten":
-                data.update(self._of_torch(node, data))
+                found = self._of_torch(node, torchs)
+                data.update(found)
+                torchs.update(found)
                 continue
             dtype = self._data_dtype(node, data)
             for port, name in enumerate(node.outputs):
@@ -195,12 +204,38 @@ class CutGraph:
                     gradients = OPS[node.op].has("attention_gradient") and port < 3  # dq, dk, dv
                     is_data = (port == 0 or gradients) and tensor.dtype.is_floating_point
                     data[name] = dtype if is_data else tensor.dtype
-        return data
+                    torchs[name] = self._promoted(node, name, data, torchs)
+        return data, torchs
 
-    def _of_torch(self, node: Node, data: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-        """The dtypes of the results of torch's own op on data."""
+    def _promoted(
+        self,
+        node: Node,
+        name: str,
+        data: Mapping[str, torch.dtype],
+        torchs: Mapping[str, torch.dtype],
+    ) -> torch.dtype:
+        """The dtype that torch gives a result of a node of ours."""
+        own = data[name]
+        if node.op == "cast" or own not in LOW_PRECISION or not node.operands:
+            return own
+        first = node.operands[0]
+        if not OPS[node.op].pointwise:
+            return torchs[first] if data[first] == own else own
+        kinds = {torchs[each] for each in node.operands if self.spec.tensors[each].shape}
+        if torch.float32 not in kinds:
+            return own
         operands = {
-            f"x{place}": replace(self.spec.tensors[name], dtype=data[name])
+            port: None if each is None else replace(self.spec.tensors[each], dtype=torchs[each])
+            for port, each in zip(OPS[node.op].ports, node.inputs, strict=True)
+        }
+        call = InferContext(node.op, node.name, operands, dict(node.attrs))
+        made = (OPS[node.op].infer(call) or (None,))[0]
+        return own if made is None else made.dtype
+
+    def _of_torch(self, node: Node, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """The dtypes of the results of torch's own op on operands of given ones."""
+        operands = {
+            f"x{place}": replace(self.spec.tensors[name], dtype=dtypes[name])
             for place, name in enumerate(node.operands)
         }
         results = (
@@ -211,6 +246,23 @@ class CutGraph:
             name: self.spec.tensors[name].dtype if (made := found.get(name)) is None else made.dtype
             for name in node.results
         }
+
+    @cached_property
+    def _read_by_torch(self) -> frozenset[str]:
+        """Tensors of 16-bit data that torch's own ops read in float32, and what these are made of
+        in float32: such an op may take no other dtype beside its other operands."""
+        data, torchs = self._dtypes
+        found: set[str] = set()
+        for node in reversed(self.spec.nodes):
+            op = OPS[node.op]
+            moves = (op.pointwise or op.view) and not found.isdisjoint(node.results)
+            if node.op == "aten" or moves:
+                found |= {
+                    each
+                    for each in node.operands
+                    if data[each] in LOW_PRECISION and torchs[each] == torch.float32
+                }
+        return frozenset(found)
 
     @cached_property
     def _wide(self) -> frozenset[str]:
