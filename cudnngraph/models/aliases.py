@@ -10,7 +10,6 @@ of the two tensors is then taken for the only one, and must not be read once the
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,11 +130,13 @@ class Aliases:
         old, new = self._seen[id(tensor)], self._seen[id(view)]
         self._seen[id(before)], self._seen[id(tensor)] = old, new
         old.tensor, new.tensor = before, tensor
-        old.node.meta["val"], new.node.meta["val"] = before, tensor
-        if old.node.target is operator.getitem:
-            source: Any = old.node.args[0]
-            parts = (before if each is tensor else each for each in source.meta["val"])
-            source.meta["val"] = tuple(parts)
+        for node in old.node.graph.nodes:  # it may have been several, one written over the other
+            found = node.meta.get("val")
+            if found is tensor:
+                node.meta["val"] = before
+            elif isinstance(found, tuple):
+                node.meta["val"] = tuple(before if each is tensor else each for each in found)
+        new.node.meta["val"] = tensor
 
     def write(self, tensor: Tensor, value: Tensor) -> None:
         """Note that ``tensor`` has the numbers of ``value`` from now on, a result that nothing else

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import cudnngraph as cg
 from cudnngraph.errors import CannotImport
 from cudnngraph.models import trace
+from tests import numerics
 from tests.converted import check
 from tests.models import Of, image
 
@@ -271,6 +272,22 @@ def _writes_a_held_tensor(m: Any, x: Tensor) -> Tensor:
 def _reshapes_what_it_is_given(m: Any, x: Tensor) -> Tensor:
     x.unsqueeze_(0)
     return x * 2
+
+
+THEN_RESHAPED: Mapping[str, Callable[[Any, Tensor], Tensor]] = {
+    "quantile": lambda m, x: torch.quantile(x, 0.3),  # both, in torch's own code
+    "quantiles of rows": lambda m, x: torch.nanquantile(x, torch.tensor([0.1, 0.5]).to(x), dim=1),
+    "gathered": lambda m, x: x.gather(2, x.long() * 0).lerp_(x, 0.25).unsqueeze_(0).mul_(2),
+    "one of several": lambda m, x: x.sort(1)[0].cumsum_(1).transpose_(1, 2),
+}
+
+
+@pytest.mark.parametrize("name", THEN_RESHAPED)
+def test_what_is_written_over_and_then_reshaped_had_its_own_shape(name: str) -> None:
+    function, x = THEN_RESHAPED[name], torch.randn(SHAPE)
+    fused = cg.fuse(Of(function).eval(), x)
+    assert fused.report is not None
+    numerics.check(fused(x), function(None, x.double()), x.dtype, function(None, x), terms=64)
 
 
 def test_an_argument_does_not_change_its_shape() -> None:
