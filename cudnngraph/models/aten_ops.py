@@ -74,13 +74,14 @@ def goes_by_layout(op: Any) -> bool:
         return True
     if torch.Tag.pointwise in op.tags or op.overloadpacket in _ANY_LAYOUT:
         return False
-    return op is _aten.view.dtype or not _is_public(op.overloadpacket.__name__)
+    pairs = op in (_aten.view.dtype, _aten.view_as_complex.default)  # of numbers side by side
+    return pairs or not _is_public(op.overloadpacket.__name__)
 
 
 @cache
 def _is_public(name: str) -> bool:
     """Whether an op is a function that torch documents: those take operands of any strides, all
-    but one."""
+    but two."""
     _, _, of_module = name.partition("_")  # as in linalg_qr
     places: tuple[tuple[Any, str], ...] = (
         *((torch, name), (torch.Tensor, name), (nn.functional, name), (torch.fft, name)),

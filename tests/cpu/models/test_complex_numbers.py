@@ -193,6 +193,24 @@ def test_a_complex_product_that_is_read_twice_is_torchs() -> None:
     numerics.check(cg.fuse(model, x)(x), model(x.double()), torch.float32, model(x), terms=2)
 
 
+def test_gradients_of_keys_that_were_rotated_are_pairs_side_by_side() -> None:
+    """They are those of transposed keys, and so lie one row behind the other."""
+
+    def function(x: Tensor) -> Tensor:
+        q, k = x.view(2, 7, 2, 2, 4).transpose(1, 3).unbind(2)
+        by = torch.polar(torch.ones(7, 2).to(x), torch.arange(14.0).view(7, 2).to(x))
+
+        def rotated(each: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(each.reshape(*each.shape[:-1], 2, 2))
+            return torch.view_as_real(pairs * by).flatten(-2)
+
+        return rotated(q) @ rotated(k).mT
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    alike(function, torch.randn(2, 7, 16))  # fails if a graph is refused
+
+
 def test_sparse_gradients_are_torchs() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
