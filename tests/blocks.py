@@ -1,10 +1,14 @@
-"""Blocks of real models as graphs of their real sizes, to be planned and never run."""
+"""Blocks of real models as graphs of their real sizes, to be planned and never run; and what tests
+of several tiers run."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 import cudnngraph as cg
+from cudnngraph.ir.spec import GraphSpec
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -85,3 +89,27 @@ def convnext_block(batch: int = 64, size: int = 56, width: int = 96) -> cg.Graph
         y = g.gelu(y) if name == "up" else g.mul(y, g.input("factor", (width,), BF16))
     g.output("y", g.add(y, skip))
     return g
+
+
+def depthwise(
+    shape: tuple[int, int, int, int] = (2, 16, 19, 21),
+    kernel: tuple[int, int] = (7, 7),
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    transposed: bool = False,
+    behind: bool = True,
+    **options: Any,
+) -> GraphSpec:
+    """A depthwise convolution, or the gradient of one, with what stands behind it."""
+    g = cg.Graph("depthwise")
+    last: Any = {"layout": "channels_last"}
+    x = g.input("x", shape, dtype, **last)
+    w = g.input("w", (shape[1], 1, *kernel), dtype, **last)
+    options = {"padding": (kernel[0] // 2, kernel[1] // 2), "groups": shape[1], **options}
+    y = g.conv_transpose(x, w, **options) if transposed else g.conv(x, w, **options)
+    if behind:
+        y = g.silu(g.bias(y, g.input("b", (shape[1],), dtype)))
+        assert y.spec is not None
+        y = g.add(y, g.input("r", y.spec.shape, dtype, **last))
+    g.output("y", y, dtype=dtype, **last)
+    return g.spec()

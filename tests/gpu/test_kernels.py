@@ -11,9 +11,14 @@ import torch.nn.functional as F
 
 import cudnngraph as cg
 from cudnngraph.executor import reference
+from cudnngraph.executor.plans import replay
+from cudnngraph.kernels import banded, patterns
 from cudnngraph.kernels import compile as compiler
+from cudnngraph.select.inputs import random_inputs
+from cudnngraph.select.trial import StepTrial, launcher
 from cudnngraph.settings import override
 from tests import coverage, numerics
+from tests.blocks import depthwise
 from tests.gpu.test_samples import CASES, check
 from tests.samples import Case
 
@@ -85,6 +90,27 @@ def test_depthwise_convolutions_of_usual_sizes(size: int, stride: int, tune: str
         return F.silu(F.conv2d(x, w, b, stride, size // 2, groups=96))
 
     numerics.check(exe(**given), eager(torch.float64), F16, eager(F16))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [5, 7])
+def test_depthwise_convolutions_by_tensor_cores(
+    size: int, dtype: torch.dtype, transposed: bool
+) -> None:
+    """By every schedule that is measured; an infinity reaches its windows alone."""
+    spec = depthwise((4, 64, 30, 27), (size, size), dtype, transposed=transposed)
+    found = banded.schedules(spec)
+    assert len(found) > 1
+    device = torch.device("cuda", 0)
+    trial = StepTrial(spec, cg.Policy(), device)
+    plans = [replay(spec, patterns.choice_of(schedule), 0) for schedule in found]
+    assert [trial.why_wrong(plan) for plan in plans] == [None] * len(found)
+    inputs = random_inputs(spec, device)
+    inputs[0][2, 5, 11, 13] = float("inf")
+    out = spec.tensors["y"].empty(device)
+    launcher(plans[0], (*inputs, out), out.new_empty(0, dtype=torch.uint8), device)()
+    assert torch.equal(out.isfinite(), reference.run(spec, inputs)[0].isfinite())
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, torch.bfloat16])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
-import cudnngraph as cg
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import banded, compile, patterns
@@ -17,32 +15,9 @@ from cudnngraph.kernels.cubin import resources
 from cudnngraph.kernels.tape import Refused
 from cudnngraph.select.inputs import random_inputs
 from tests import host_kernels, numerics
+from tests.blocks import depthwise as graph
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-
-
-def graph(
-    shape: tuple[int, int, int, int] = (2, 16, 19, 21),
-    kernel: tuple[int, int] = (7, 7),
-    dtype: torch.dtype = BF16,
-    *,
-    transposed: bool = False,
-    behind: bool = True,
-    **options: Any,
-) -> GraphSpec:
-    """A depthwise convolution, or the gradient of one, with what stands behind it."""
-    g = cg.Graph("depthwise")
-    last: Any = {"layout": "channels_last"}
-    x = g.input("x", shape, dtype, **last)
-    w = g.input("w", (shape[1], 1, *kernel), dtype, **last)
-    options = {"padding": (kernel[0] // 2, kernel[1] // 2), "groups": shape[1], **options}
-    y = g.conv_transpose(x, w, **options) if transposed else g.conv(x, w, **options)
-    if behind:
-        y = g.silu(g.bias(y, g.input("b", (shape[1],), dtype)))
-        assert y.spec is not None
-        y = g.add(y, g.input("r", y.spec.shape, dtype, **last))
-    g.output("y", y, dtype=dtype, **last)
-    return g.spec()
 
 
 def check(spec: GraphSpec, schedule: Banded, *, backwards: bool = False) -> None:
