@@ -140,6 +140,30 @@ def _vector_norm(c: Importer, a: Arguments) -> Value:
     return _narrowed(c, a, y)
 
 
+def _weight_norm(c: Importer, a: Arguments) -> tuple[Value, Value]:
+    """Vectors of a weight with lengths of their own, and the lengths that they had."""
+    v, g = c.value(a["v"]), c.value(a["g"])
+    dims = _but(c, a, v, g)
+    norms = c.g.sqrt(c.g.reduction(c.g.mul(v, v), dims, "sum", True))
+    return c.g.mul(v, c.g.div(g, norms)), norms
+
+
+def _weight_norm_backward(c: Importer, a: Arguments) -> tuple[Value, Value]:
+    dw, v, g, norms = (c.value(a[name]) for name in ("grad_w", "saved_v", "saved_g", "saved_norms"))
+    dims = _but(c, a, dw, v, g, norms)
+    along = c.g.reduction(c.g.mul(dw, v), dims, "sum", True)
+    across = c.g.sub(dw, c.g.mul(v, c.g.div(along, c.g.mul(norms, norms))))
+    return c.g.mul(c.g.div(g, norms), across), c.g.div(along, norms)
+
+
+def _but(c: Importer, a: Arguments, v: Value, *others: Value) -> tuple[int, ...]:
+    """All dims but that of a weight's vectors."""
+    if not in_kernels(c, v) or {each.dtype for each in (v, *others)} != {torch.float32}:
+        raise Skip  # torch's own is one kernel
+    rank = len(v.shape)
+    return tuple(dim for dim in range(rank) if dim != a.get("dim", 0) % rank)
+
+
 def _nan_sum(c: Importer, a: Arguments) -> Value:
     """The sum of what is a number."""
     x, dims = _wide(c, a)
@@ -202,6 +226,8 @@ RULES: dict[str, Rule] = {
     "mean": _reduced("mean"),
     "sum": _reduced("sum"),
     **dict.fromkeys(("linalg_vector_norm", "norm"), _vector_norm),
+    "_weight_norm_interface": _weight_norm,
+    "_weight_norm_interface_backward": _weight_norm_backward,
     "nansum": _nan_sum,
     "count_nonzero": _count_nonzero,
     "var": _spread_of(root=False),

@@ -93,6 +93,14 @@ ARRANGED: dict[str, tuple[Function, Shapes]] = {
     "scattered slices": (lambda x, y: x.tanh().slice_scatter(y.exp(), 1, 2, 5), ((3, 7), (3, 3))),
 }
 COMPUTED: dict[str, tuple[Function, Shapes]] = {
+    "weights of given lengths": (
+        lambda v, g: torch._weight_norm(v, g.exp(), 0).tanh(),
+        ((6, 4, 3), (6, 1, 1)),
+    ),
+    "weights of given lengths, last": (
+        lambda v, g: torch._weight_norm(v, g.exp(), 1).tanh(),
+        ((6, 5), (1, 5)),
+    ),
     "gated": (lambda x: F.glu(x, 1), IMAGE),
     "prelu": (lambda x, w: F.prelu(x, w), ((2, 4, 6, 5), (4,))),
     "signs": (lambda x: x.sign() * x.exp() + F.softsign(x), PAIR[:1]),
@@ -217,6 +225,7 @@ WRITTEN = {
     **{name: COMPUTED[name] for name in ("counts", "masks as numbers", "largest, shared by ties")},
     **{name: COMPUTED[name] for name in ("any and all", "spreads and means")},
     "bools and whole numbers": COMPUTED["bools and whole numbers"],
+    **{name: case for name, case in COMPUTED.items() if "lengths" in name},
 }
 
 
