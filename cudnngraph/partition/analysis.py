@@ -126,10 +126,11 @@ class CutGraph:
     def passed(self) -> Mapping[str, TensorSpec]:
         """Intermediates in 16 bits, as they are where they cross from one step to another."""
         narrow: dict[str, TensorSpec] = {}
+        as_they_are = self._wide | self._read_by_torch | set(self.spec.outputs)
         for node in self.spec.nodes:
             for name in node.results:
                 tensor, dtype = self.spec.tensors[name], self._data[name]
-                if name in self.spec.outputs or name in self._wide | self._read_by_torch:
+                if name in as_they_are:
                     continue
                 if node.op == "cast":
                     narrow.update(self._as_cast(node))
