@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from ..ir.spec import GraphSpec
-from .depthwise import SHARED_BYTES, Strips, _Region, _Strips, region_of
+from .depthwise import SHARED_BYTES, Region, Strips, StripWriter, region_of
 from .rows import WARP
 from .scalars import MEMORY
 from .source import Source
@@ -103,7 +103,7 @@ def schedules(spec: GraphSpec) -> list[Banded]:
     return sorted(found, key=lambda each: found[each])[:MOST]
 
 
-def _check(region: _Region) -> None:
+def _check(region: Region) -> None:
     """Raise :class:`Refused` for what is no such product."""
     conv, (_, columns) = region.conv, region.taps_shape
     kinds = {region.x.dtype, region.taps.dtype}
@@ -121,11 +121,11 @@ def _pitch(schedule: Banded) -> int:
     return (schedule.tiles_wide + 1 | 1) * LANES
 
 
-def _rows(region: _Region, schedule: Banded) -> int:
+def _rows(region: Region, schedule: Banded) -> int:
     return DOWN * schedule.tiles_high + region.taps_shape[0] - 1
 
 
-def _shared_bytes(region: _Region, schedule: Banded) -> int:
+def _shared_bytes(region: Region, schedule: Banded) -> int:
     numbers = _rows(region, schedule) * _pitch(schedule) + region.taps_shape[0] * 2 * BAND
     return 2 * LANES * schedule.vectors * numbers
 
@@ -147,10 +147,10 @@ def write(spec: GraphSpec, schedule: Banded) -> Source:
         raise Refused("a border of what is joined lies within a vector") from None
 
 
-class _Banded(_Strips):
+class _Banded(StripWriter):
     """The text of one kernel."""
 
-    def __init__(self, spec: GraphSpec, schedule: Banded, region: _Region) -> None:
+    def __init__(self, spec: GraphSpec, schedule: Banded, region: Region) -> None:
         super().__init__(spec, Strips(LANES, 1, 1, schedule.vectors, 1), region)
         self._banded = schedule
         self._kind = MEMORY[region.x.dtype]

@@ -49,7 +49,7 @@ class Strips:
 
 
 @dataclass(frozen=True)
-class _Region:
+class Region:
     """A region with one depthwise convolution, and index of its elements."""
 
     values: tuple[Value, ...]
@@ -103,7 +103,7 @@ class _Region:
         return at >= 0 and last + at < self.x.shape[2 + dim]
 
 
-def region_of(spec: GraphSpec) -> _Region:
+def region_of(spec: GraphSpec) -> Region:
     """The region as such a kernel sees it. Raises :class:`Refused`."""
     if any(tensor.numel == 0 for tensor in spec.tensors.values()):
         raise Refused("a tensor is empty")
@@ -123,7 +123,7 @@ def region_of(spec: GraphSpec) -> _Region:
         raise Refused("an output of another shape than the convolution's")
     names = [Var(name, extent) for name, extent in zip("nkhw", conv.shape, strict=True)]
     index = tuple(counter(name) if name.extent > 1 else Sum() for name in names)
-    return _Region(tuple(values), conv, x.tensor, taps.tensor, index, names[1])
+    return Region(tuple(values), conv, x.tensor, taps.tensor, index, names[1])
 
 
 def has_depthwise(spec: GraphSpec) -> bool:
@@ -183,20 +183,20 @@ def _sizes(extent: int, step: int) -> list[int]:
     return sorted({step, *(each for each in wanted if -(-extent // each) * each <= 1.2 * most)})
 
 
-def _held(region: _Region, strip: _Strip) -> int:
+def _held(region: Region, strip: _Strip) -> int:
     """The numbers that a thread holds: sums, a row of what is convolved, taps that meet it."""
     lanes, wide, high, _ = strip
     rows, columns = region.taps_shape
     return lanes * (wide * high + len(region.met(1, wide)) + min(high, rows) * columns)
 
 
-def _resident(region: _Region, strip: _Strip) -> int:
+def _resident(region: Region, strip: _Strip) -> int:
     """About how many blocks a multiprocessor has at a time."""
     registers = min(MOST_REGISTERS, -(-(_held(region, strip) + OTHERS) // 8) * 8)
     return min(REGISTERS // (registers * THREADS), MOST_THREADS // THREADS * 2)
 
 
-def _cost(region: _Region, strip: _Strip, processors: int) -> float | None:
+def _cost(region: Region, strip: _Strip, processors: int) -> float | None:
     """About how long it takes, None for too long a text.
 
     A multiprocessor has blocks in rounds. Its blocks of one round take turns: the fewer they are,
@@ -221,7 +221,7 @@ def _cost(region: _Region, strip: _Strip, processors: int) -> float | None:
     return taken * rounds * max(1.0, held / most) ** 2
 
 
-def _smallest(region: _Region) -> tuple[int, int]:
+def _smallest(region: Region) -> tuple[int, int]:
     """The width and height of the smallest strip."""
     down, right = region.conv.stride if region.conv.transposed else (1, 1)
     return right, down
@@ -240,15 +240,15 @@ def write(spec: GraphSpec, strips: Strips) -> Source:
     if strips.vectors and channels // lanes % strips.vectors:
         raise Refused(f"{strips.vectors} vectors of {channels // lanes}")
     try:
-        return _Strips(spec, strips, region).source()
+        return StripWriter(spec, strips, region).source()
     except Narrower:
         raise Refused(f"a border of what is joined lies within {lanes} lanes") from None
 
 
-class _Strips(Writer):
+class StripWriter(Writer):
     """The text of one kernel."""
 
-    def __init__(self, spec: GraphSpec, strips: Strips, region: _Region) -> None:
+    def __init__(self, spec: GraphSpec, strips: Strips, region: Region) -> None:
         self._strips = strips
         self._region = region
         team = THREADS // max(1, strips.vectors) * max(1, strips.vectors)
