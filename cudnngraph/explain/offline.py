@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from ..arguments import checked
-from ..backend import env, libraries
+from ..backend import deviceless, env, libraries
 from ..backend.candidates import Outcome
 from ..backend.deviceless import (
     Listed,
@@ -25,7 +25,6 @@ from ..backend.deviceless import (
     target_of,
     target_processors,
 )
-from ..backend.deviceless import env_key as deviceless_env_key
 from ..backend.plan import Choice, Plan
 from ..backend.tested import dotted
 from ..cache import lookup
@@ -108,7 +107,7 @@ class PlannedStep:
     def first(self) -> ListedPlan | None:
         """The plan that ``compile`` would take, None for a step without one."""
         allowed = [plan for plan in self.plans if plan.allowed]
-        return next((plan for plan in allowed if plan.choice == self.fastest), (*allowed, None)[0])
+        return min(allowed, key=lambda plan: plan.choice != self.fastest, default=None)
 
 
 @dataclass(frozen=True)
@@ -275,10 +274,14 @@ class _Walk:
         self._plans: list[tuple[GraphSpec, tuple[Listed, ...]]] = []
         self._unasked: list[tuple[GraphSpec, tuple[str, ...]]] = []
         self._sources: list[tuple[GraphSpec, str]] = []
+        self._measured: list[tuple[GraphSpec, tuple[Choice, str]]] = []
 
     def build(self, part: GraphSpec) -> tuple[Plan, tuple[Outcome, ...]]:
         """The plan that was measured fastest for ``part``, or the first proposed for it, that the
         policy allows, unbuilt."""
+        known = self._fastest(part)
+        if known is not None:
+            self._measured.append((part, known))
         try:
             lowered, candidates = propose_for(part, self._target)
         except NotSupported as refusal:
@@ -289,8 +292,7 @@ class _Walk:
         capability = target_capability(self._target)
         listed = examine(lowered, candidates, part, self._policy, capability, env.frontend())
         self._plans.append((part, listed))
-        outcomes = []
-        ahead, _ = self._fastest(part) or (None, "")
+        outcomes, ahead = [], None if known is None else known[0]
         for plan in sorted(listed, key=lambda each: each.candidate.choice != ahead):
             need = plan.workspace_bytes
             outcomes.append(Outcome(plan.candidate, plan.allowed, plan.reason, need))
@@ -321,13 +323,10 @@ class _Walk:
         if unasked is not None:
             runs_on = "unknown"
             refusals += [Decision(f"'{part.name}' as one plan", False, why) for why in unasked]
-        asked = listed or unasked is not None
-        ahead, said = (self._fastest(part) if asked else None) or (None, "")
-        if listed and chosen.choice != ahead:
-            ahead, said = None, ""
-        return PlannedStep(
-            *(part, runs_on, listed_plans(listed), tuple(refusals), source, ahead, said)
-        )
+        known = next((found for spec, found in self._measured if spec is part), (None, ""))
+        if unasked is None and chosen.choice != known[0]:
+            known = None, ""
+        return PlannedStep(part, runs_on, listed_plans(listed), tuple(refusals), source, *known)
 
 
 def listed_plans(listed: Sequence[Listed]) -> tuple[ListedPlan, ...]:
@@ -369,7 +368,7 @@ def explain(
     resolved = resolve_policy(policy, options, spec)
     cudnn_version = env.cudnn_version()
     driver = libraries.load_driver().usable
-    fastest = Fastest(lookup.store(), resolved, deviceless_env_key(target))
+    fastest = Fastest(lookup.store(), resolved, deviceless.env_key(target))
     walk = _Walk(target, resolved, driver, fastest)
     with planning_for(target_capability(target)):
         capability = target_capability(target)
