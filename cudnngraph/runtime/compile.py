@@ -228,10 +228,7 @@ def _searched(
             legal = legalize(spec, policy, found.instead)
             keep_settled(Measured(policy, device.index), settled(legal, found.steps))
     _log.info("search of '%s', %d steps: %s", spec.name, len(found.steps), effort)
-    first, *others = found.steps
-    spent = Decision(SEARCH, True, str(effort))
-    first = replace(first, decisions=(*first.decisions, spent))
-    return replace(found, steps=(first, *others))
+    return found.told(last=[Decision(SEARCH, True, str(effort))])
 
 
 def searched_briefly(

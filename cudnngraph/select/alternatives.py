@@ -79,7 +79,8 @@ def by_measurement(
         else:
             ratio = theirs / mine if mine else math.inf
             lost.append(_decision(values, f"{ratio:.2f} times the time of the steps that differ"))
-    return _told(best, lost)
+    taken = [instead_of_rules(best.instead)] if best.instead else []
+    return best.told(*taken, *lost)
 
 
 def budget_s(spec: GraphSpec, policy: Policy) -> float:
@@ -109,13 +110,3 @@ def _rest_us(steps: Sequence[StepPlan], digests: Sequence[str], common: Counter[
 
 def _decision(values: Values, reason: str) -> Decision:
     return Decision(f"{INSTEAD_OF_RULES}: {told(values)}", False, reason)
-
-
-def _told(found: Selection, lost: Sequence[Decision]) -> Selection:
-    """The choice, whose first step says which thresholds it follows, and which it does not."""
-    taken = [instead_of_rules(found.instead)] if found.instead else []
-    if not (taken or lost):
-        return found
-    first, *rest = found.steps
-    first = replace(first, decisions=(*taken, *lost, *first.decisions))
-    return replace(found, steps=(first, *rest))

@@ -32,8 +32,6 @@ BUILT_AHEAD = 6  # plans of a step that is searched alone, built before they are
 BUILT_TOGETHER = 2  # so many of them by one worker, which knows the step then
 REGIONS_AHEAD = 24  # regions of most worth, whose next plans are built before they are asked for
 KERNELS_OF = 4  # steps of which all schedules of the generated kernel are tried at once
-SEARCHED_SHARE = (
-    0.85  # of the time for the whole: what was chosen is built, and timed whole, behind
-)
+SEARCHED_SHARE = 0.85  # of the time for the whole: then what was chosen is built, and timed whole
 EXPLORED_SHARE = 0.6  # of the time for the whole: the rest is to compare what is close
 BEGUN_SHARE = 0.75  # of it, after which no other form of a graph or model is searched

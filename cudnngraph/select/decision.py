@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..backend.plan import KERNEL, Choice, Plan, Verified
@@ -73,6 +73,15 @@ class Selection:
         """Steps of the legalized graph ``spec``, or of it channels last, which has more tensors."""
         tensors = {name for step in steps for name in step.spec.tensors}
         return cls(tuple(steps), tuple(built), channels_last=not tensors <= set(spec.tensors))
+
+    def told(self, *first: Decision, last: Sequence[Decision] = ()) -> Selection:
+        """The same, whose first step says what was decided for the whole graph: before what it says
+        of itself, and behind."""
+        if not (first or last):
+            return self
+        step, *rest = self.steps
+        step = replace(step, decisions=(*first, *step.decisions, *last))
+        return replace(self, steps=(step, *rest))
 
 
 #: Choices to begin with, by a step's digest, each with the entry that it comes from.

@@ -29,6 +29,7 @@ from .bench import GpuBench
 from .config import BUILT_TOGETHER
 from .cost import is_slow
 from .effort import BUILDING, BUILT, CHECKED, RANKING, Effort
+from .heuristic import Built, OncePerStep
 from .processes import Unusable
 from .workers import Answer
 
@@ -87,8 +88,6 @@ def _heard(
         return None
 
 
-Built = tuple[Plan, tuple[Outcome, ...]]
-
 #: The choice that was measured fastest for a step, and where that is known from; None if nowhere.
 Fastest = Callable[[GraphSpec], "tuple[Choice, str] | None"]
 
@@ -111,7 +110,7 @@ class Builder:
         self._kept = kept
         self._fastest = fastest
         self._measured: dict[str, tuple[Choice, str] | None] = {}
-        self._known: dict[str, Built | NotSupported] = {}
+        self._once = OncePerStep(self._made)
         self._ahead: dict[str, Future[Answer]] = {}
         self._kernels_ahead: dict[tuple[str, Choice], Future[Answer]] = {}
 
@@ -119,7 +118,7 @@ class Builder:
         """Have steps built that will be asked for, several at a time."""
         for part in parts if how(self._policy) == "isolated" else ():
             digest = step_digest(part)
-            if digest not in self._known and digest not in self._ahead:
+            if digest not in self._once and digest not in self._ahead:
                 self._ahead[digest] = self._submitted(part)
 
     def expect_kernels(self, parts: Iterable[tuple[GraphSpec, Choice]]) -> None:
@@ -137,17 +136,11 @@ class Builder:
 
     def __call__(self, part: GraphSpec) -> Built:
         """The plan and what became of the candidates before it. Raises :class:`NotSupported`."""
-        digest = step_digest(part)
-        if digest not in self._known:
-            try:
-                plan, outcomes = self._built(part, digest)
-                self._known[digest] = plan, self._explained(part, outcomes)
-            except NotSupported as refusal:
-                self._known[digest] = refusal
-        found = self._known[digest]
-        if isinstance(found, NotSupported):
-            raise found
-        return found
+        return self._once(part)
+
+    def _made(self, part: GraphSpec) -> Built:
+        plan, outcomes = self._built(part, step_digest(part))
+        return plan, self._explained(part, outcomes)
 
     def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
         """The kernels of regions, each checked, or why there is none."""

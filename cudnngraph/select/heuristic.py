@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ..backend.candidates import Outcome
 from ..backend.plan import Choice, Plan
 from ..errors import NotSupported
+from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
 from ..kernels.pieces import apart
 from ..partition.analysis import CutGraph, Group, compute_nodes
@@ -28,7 +29,8 @@ from .kernels import Item, Kernels, arranged
 from .rules import why_not_cudnn, why_split
 from .settled import NoPlan
 
-Build = Callable[[GraphSpec], "tuple[Plan, tuple[Outcome, ...]]"]
+Built = tuple[Plan, tuple[Outcome, ...]]
+Build = Callable[[GraphSpec], Built]
 Settled = Callable[[GraphSpec], "tuple[NoPlan, str] | None"]
 Checked = Callable[[Sequence[tuple[GraphSpec, Choice]]], "list[Plan | str]"]
 
@@ -52,6 +54,31 @@ class Builds:
     checked: Checked | None = None
     expect_kernels: Callable[[Iterable[tuple[GraphSpec, Choice]]], None] = lambda parts: None
     settled: Settled = lambda spec: None
+
+
+class OncePerStep:
+    """A build that is asked once for steps that are equal, and remembers refusals."""
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+        self._known: dict[str, Built | NotSupported] = {}
+
+    def __contains__(self, digest: str) -> bool:
+        """Whether a step was asked for, by its digest."""
+        return digest in self._known
+
+    def __call__(self, spec: GraphSpec) -> Built:
+        """What was built. Raises :class:`NotSupported`."""
+        digest = step_digest(spec)
+        if digest not in self._known:
+            try:
+                self._known[digest] = self._build(spec)
+            except NotSupported as refusal:
+                self._known[digest] = refusal
+        found = self._known[digest]
+        if isinstance(found, NotSupported):
+            raise found
+        return found
 
 
 def by_torch(spec: GraphSpec) -> Selection | None:

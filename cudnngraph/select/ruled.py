@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from ..backend.candidates import Candidate, Outcome
 from ..backend.plan import Plan
@@ -22,13 +23,11 @@ from ..rewrite.passes import legalize
 from .bench import Bench
 from .config import IN_CONTEXT_GAIN, QUICK_ROUNDS
 from .decision import ALIAS, Decision, Hints, Selection, StepPlan
-from .heuristic import Builds, choose
+from .heuristic import Builds, Built, OncePerStep, choose
 from .kernels import Kernels
 from .search import hinted_first
 
 BY_RULES = "the choice by rules"
-
-Built = tuple[Plan, tuple[Outcome, ...]]
 
 
 def no_slower(
@@ -45,7 +44,7 @@ def no_slower(
     if policy.fallback == "error" or not regions(CutGraph(legal)):
         return found
     firsts, checked = _Firsts(bench, hints or {}), None if kernels is None else bench.kernels
-    builds = Builds(firsts, firsts.expect, checked)
+    builds = Builds(OncePerStep(firsts.build), firsts.expect, checked)
     try:
         ruled = choose(legal, policy, builds, kernels)
     except NotSupported:
@@ -62,55 +61,43 @@ def no_slower(
         return found
     mine, theirs = times
     if theirs >= IN_CONTEXT_GAIN * mine:
-        return _told(found, Decision(BY_RULES, False, f"{theirs / mine:.3f} times the time, whole"))
+        return found.told(Decision(BY_RULES, False, f"{theirs / mine:.3f} times the time, whole"))
     steps = [_timed(step, plan, bench) for step, plan in zip(ruled.steps, ruled.built, strict=True)]
     built = [
         None if step.choice is None else bench.replay(step.spec, step.choice) for step in steps
     ]
     reason = f"what was measured step by step takes {mine / theirs:.3f} times the time, whole"
-    return _told(Selection(tuple(steps), tuple(built)), Decision(BY_RULES, True, reason))
+    return Selection(tuple(steps), tuple(built)).told(Decision(BY_RULES, True, reason))
 
 
 class _Firsts:
-    """The first plan of a step that builds and passes its check; of equal steps, once."""
+    """Builds the first plan of a step that builds and passes its check."""
 
     def __init__(self, bench: Bench, hints: Hints) -> None:
         self._bench = bench
         self._hints = hints
-        self._known: dict[str, Built | NotSupported] = {}
 
     def expect(self, parts: Iterable[GraphSpec]) -> None:
         """Have first plans built, several at a time, of steps of which nothing is known."""
         specs = {step_digest(spec): spec for spec in parts}
         self._bench.expect(list(specs.values()))
-        for digest, spec in specs.items():
+        for spec in specs.values():
             with suppress(NotSupported):
-                first = next(iter(self._candidates(spec, digest)), None)
-                if first is not None and not self._bench.ready(spec, first.choice):
+                _, candidates = self._proposed(spec)
+                if candidates and not self._bench.ready(spec, candidates[0].choice):
                     self._bench.ahead(spec, 1)
 
-    def _candidates(self, spec: GraphSpec, digest: str) -> list[Candidate]:
-        """What may run a step, in the order in which it is tried."""
-        listed = self._bench.proposals(spec).candidates
-        return hinted_first(listed, self._hints.get(digest, {}))
+    def _proposed(self, spec: GraphSpec) -> tuple[Any, list[Candidate]]:
+        """What may run a step, and in which order it is tried."""
+        proposals = self._bench.proposals(spec)
+        return proposals, hinted_first(proposals.candidates, self._hints.get(step_digest(spec), {}))
 
-    def __call__(self, spec: GraphSpec) -> Built:
-        digest = step_digest(spec)
-        if digest not in self._known:
-            try:
-                self._known[digest] = self._first(spec, digest)
-            except NotSupported as refusal:
-                self._known[digest] = refusal
-        found = self._known[digest]
-        if isinstance(found, NotSupported):
-            raise found
-        return found
-
-    def _first(self, spec: GraphSpec, digest: str) -> Built:
+    def build(self, spec: GraphSpec) -> Built:
+        """The plan, and what became of the candidates. Raises :class:`NotSupported`."""
         bench = self._bench
-        proposals = bench.proposals(spec)
+        proposals, candidates = self._proposed(spec)
         outcomes: list[Outcome] = []
-        for candidate in self._candidates(spec, digest):
+        for candidate in candidates:
             outcome, plan = proposals.build(candidate)
             if plan is not None:
                 right = bench.passed(spec, plan)
@@ -119,7 +106,8 @@ class _Firsts:
                     return plan, (*outcomes, outcome)
                 outcome = replace(outcome, accepted=False, reason=why)
             outcomes.append(outcome)
-        raise NotSupported(f"graph '{spec.name}'", [outcome.reason for outcome in outcomes])
+        reasons = dict.fromkeys(outcome.reason for outcome in outcomes)
+        raise NotSupported(f"graph '{spec.name}'", list(reasons))
 
 
 def _timed(step: StepPlan, plan: Plan | None, bench: Bench) -> StepPlan:
@@ -128,10 +116,3 @@ def _timed(step: StepPlan, plan: Plan | None, bench: Bench) -> StepPlan:
         return replace(step, time_us=0.0)
     (took,) = bench.times_us(step.spec, [plan], QUICK_ROUNDS)
     return step if isinstance(took, str) else replace(step, time_us=took)
-
-
-def _told(found: Selection, decision: Decision) -> Selection:
-    """A choice whose first step says what else there was for the whole graph."""
-    first, *rest = found.steps
-    first = replace(first, decisions=(decision, *first.decisions))
-    return replace(found, steps=(first, *rest))
