@@ -26,7 +26,7 @@ import torch
 from cudnngraph.kernels.banded import PRODUCTS
 from cudnngraph.kernels.gather import CLUSTER
 from cudnngraph.kernels.scalars import PRELUDE
-from cudnngraph.kernels.source import Source
+from cudnngraph.kernels.source import DYNAMIC, Source
 
 HOST = r"""
 #include <cmath>
@@ -71,6 +71,7 @@ static void meet(int point) {
   threadIdx.x = me;
 }
 static void __syncthreads() { meet(1); }
+static void __syncwarp() { meet(60); }
 enum { CLUSTER = 1000 };  // the point at which blocks meet
 static void meet_cluster() { meet(CLUSTER); }
 static float __shfl_xor_sync(unsigned, float x, int at) {
@@ -353,6 +354,8 @@ def _compile(sources: Sequence[Source]) -> None:
         assert PRELUDE in source.text
         own = source.text.replace(PRELUDE, "").replace('extern "C" ', "").replace(CLUSTER, "")
         own = own.replace(PRODUCTS, "")
+        sized = DYNAMIC.replace("extern ", "").replace("[]", f"[{source.shared_bytes // 16}]")
+        own = own.replace(DYNAMIC, sized)
         scratch = ", workspace" if source.several else ""
         calls = (
             CALL

@@ -418,6 +418,13 @@ class DeviceRules(ImportRules):
         "how many more would hide how long a depthwise kernel waits for memory",
         alternative="strips of other sizes",
     )
+    depthwise_band_clocks: int = measured(
+        140,
+        "percent of an instruction of strips",
+        "how long a wave of shared memory takes in a depthwise kernel of matrix products",
+        page="h200-bands.md",
+        alternative="strips",
+    )
     depthwise_sums_wait_blocks: int = measured(
         1,
         "blocks of a multiprocessor",
@@ -548,6 +555,12 @@ def has_clusters() -> bool:
     """Whether blocks of the GPU that is planned for may be clusters: compute capability 9 or 10."""
     capability = _planned_for.get() or _current_capability()
     return capability // 10 in (9, 10)
+
+
+def has_matrix_products() -> bool:
+    """Whether warps of the GPU that is planned for multiply matrices of all 16-bit numbers: compute
+    capability 8 or later."""
+    return (_planned_for.get() or _current_capability()) >= 80
 
 
 def sm_count() -> int:

@@ -1,9 +1,12 @@
 """Depthwise convolutions by tensor cores, where channels lie side by side.
 
-For each channel and row of taps, sixteen rows of an image by sixteen columns are multiplied with a
-band: the taps of that row, one place further down for each of eight columns of results. A block
-turns a part of the image, so that columns lie side by side in shared memory, and a warp has eight
-channels of tiles of results, which each thread ends up with as vectors of channels.
+For each channel and row of an image, places of eight columns are multiplied with a band: a row of
+taps, one place further down for each of the eight results. So a row of an image, read once, adds to
+all rows of results whose windows it is in.
+
+A block turns its part of an image, so that columns lie side by side in shared memory. A warp has
+sixteen places of one channel after the other, and writes their sums where these were. Then a thread
+has vectors of channels again, for what stands behind the convolution.
 
 A band holds zeros, which make NaN of infinities that no window covers. So what is NaN is computed
 once more, of its own window alone.
@@ -12,25 +15,30 @@ once more, of its own window alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
+from ..device.rules import has_matrix_products, rules
 from ..ir.spec import GraphSpec
-from .depthwise import SHARED_BYTES, Region, Strips, StripWriter, region_of
+from .depthwise import Region, Strips, StripWriter, region_of
 from .rows import WARP
 from .scalars import MEMORY
-from .source import Source
+from .source import DYNAMIC, Source
 from .tape import Refused
 from .write import Code, Narrower
 
 LANES = 8  # channels of a vector of 16-bit numbers
-DOWN, RIGHT = 16, 8  # results of a tile
-INNER = 16  # columns of an image that a tile multiplies: those of results, and what taps reach
-BAND = 24  # numbers of a row of taps between zeros
-HIGH, VECTORS, WARPS = (1, 2), (1, 2, 4), (4, 8)  # that are measured
-WIDEST = 14  # tiles beside each other
-MOST = 4  # schedules that are measured
+ACROSS = 8  # results of a place, beside each other
+PLACES = 16  # that are multiplied together
+PAIRS = 8  # of neighbours in a row of taps, of which the first begins in front of it
+BANKS = 32  # words of shared memory that are read at a time
+TOGETHER = 4  # loads of a thread before it stores what they read
+MOST = 6  # schedules that are measured
+ROWS, IMAGES, VECTORS = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 3, 4)  # that are measured
+WARPS, USUAL_WARPS = (4, 6, 8, 12, 16), 8
+SHARED_BYTES = 96 << 10  # of a block, that every GPU with these products has
 
 #: What such kernels share: rows of an image that a warp multiplies, and the product.
 PRODUCTS = r"""
@@ -39,11 +47,11 @@ D u32 highs(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
 D void load_rows(u32 (&a)[4], const void* at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-    : "r"((u32)__cvta_generic_to_shared(at)) : "memory");
+    : "r"((u32)__cvta_generic_to_shared(at)));
 }
 #define MULTIPLY(T, NAME) \
 D void multiply(T, float& p, float& q, float& r, float& s, const u32 (&a)[4], u32 b0, u32 b1) { \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 " \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 " \
     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
     : "+f"(p), "+f"(q), "+f"(r), "+f"(s) \
     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1)); \
@@ -52,82 +60,128 @@ MULTIPLY(f16, "f16")
 MULTIPLY(bf16, "bf16")
 """
 
-_ALONE = r"""
-static __device__ __noinline__ float alone(const {kind}* image, const {kind}* taps) {{
-  float sum = 0.0f;
-  for (int r = 0; r < {rows}; ++r)
-    for (int s = 0; s < {columns}; ++s)
-      sum += get(image[r * {pitch} + s]) * get(taps[r * {band} + s]);
-  return sum;
-}}
-"""
-
 
 @dataclass(frozen=True)
 class Banded:
-    """A schedule: tiles of results of a block beside and below each other, its vectors of
-    channels, and its warps."""
+    """A schedule: of a block the images, the places beside each other, the rows of results and the
+    vectors of channels; the rows of results of a place; then the warps."""
 
-    tiles_wide: int
-    tiles_high: int
+    images: int
+    wide: int
+    high: int
+    rows: int
     vectors: int
     warps: int
 
 
-def schedules(spec: GraphSpec) -> list[Banded]:
-    """Schedules that are worth measuring, the one that is likely the fastest first: it computes and
-    reads the least beside what is asked for. Raises :class:`Refused`."""
+def schedules(spec: GraphSpec, processors: int) -> list[Banded]:
+    """Schedules that are worth measuring, the one that is likely the fastest first. Raises
+    :class:`Refused`."""
     region = region_of(spec)
     _check(region)
-    _, channels, height, width = region.conv.shape
-    across = -(-width // RIGHT)
-    beside = -(-across // WIDEST)
-    wide = -(-across // beside)
+    count, channels, height, width = region.conv.shape
+    across = -(-width // ACROSS)
+    wide = -(-across // -(-across // PLACES))
+    room = _room(wide)
     found: dict[Banded, float] = {}
-    for high in HIGH:
-        if high > 1 and DOWN * (high - 1) >= height:
+    for rows, images, vectors, warps in product(ROWS, IMAGES, VECTORS, WARPS):
+        if channels % (LANES * vectors) or not _shared_out(vectors, warps):
             continue
-        below = -(-height // (DOWN * high))
-        for vectors in VECTORS:
-            if channels % (LANES * vectors):
-                continue
-            for warps in WARPS:
-                each = Banded(wide, high, vectors, warps)
-                if warps % vectors or _shared_bytes(region, each) > SHARED_BYTES:
-                    continue
-                rounds = -(-wide * high // (warps // vectors)) * warps // vectors
-                computed = below * beside * rounds * DOWN * RIGHT
-                read = below * beside * _rows(region, each) * _pitch(each)
-                # Vectors of one channel group read half of what a segment of memory holds.
-                found[each] = computed + read * (1.5 if vectors == 1 else 1.0)
-    return sorted(found, key=lambda each: found[each])[:MOST]
+        if images > count or images * room > PLACES:
+            continue
+        groups = min(-(-height // rows), PLACES // (images * room))
+        if images > 1 and groups * rows < height:
+            continue
+        each = Banded(images, wide, groups * rows, rows, vectors, warps)
+        if _Layout.of(region, each).shared_bytes <= SHARED_BYTES:
+            found[each] = _cost(region, each, processors)
+    return sorted(found, key=lambda each: (found[each], abs(each.warps - USUAL_WARPS)))[:MOST]
+
+
+def _shared_out(vectors: int, warps: int) -> bool:
+    """Whether all warps have as many channels, and a thread one vector."""
+    return LANES * vectors % warps == 0 and WARP * warps % vectors == 0
+
+
+def _room(wide: int) -> int:
+    """Of how many places sixteen have room for a row of some."""
+    return 1 << (wide - 1).bit_length()
 
 
 def _check(region: Region) -> None:
     """Raise :class:`Refused` for what is no such product."""
     conv, (_, columns) = region.conv, region.taps_shape
     kinds = {region.x.dtype, region.taps.dtype}
+    if not has_matrix_products():
+        raise Refused("a GPU without products of such matrices")
     if kinds not in ({torch.float16}, {torch.bfloat16}):
         raise Refused("tensor cores multiply 16-bit numbers of one dtype")
     if (*conv.stride, *conv.dilation) != (1, 1, 1, 1):
         raise Refused("a band has every tap and every place")
-    if region.lanes % LANES or columns > INNER - RIGHT + 1:
-        raise Refused("a band of eight columns holds at most nine taps")
+    if region.lanes % LANES or columns >= PAIRS:
+        raise Refused("a band of eight columns holds at most seven taps")
 
 
-def _pitch(schedule: Banded) -> int:
-    """Numbers between rows of a turned image: an odd number of vectors, so that eight rows lie in
-    different banks of shared memory."""
-    return (schedule.tiles_wide + 1 | 1) * LANES
+@dataclass(frozen=True)
+class _Layout:
+    """How a block's part of an image lies in shared memory: the pieces of eight columns of a row,
+    an image, a channel and a vector of channels; and of how many places a row has room."""
+
+    row: int
+    image: int
+    channel: int
+    vector: int
+    room: int
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, region: Region, schedule: Banded) -> _Layout:
+        """The layout of which sixteen places are read with the fewest conflicts."""
+        taps = region.taps_shape[0]
+        rows, room = schedule.high + taps - 1, _room(schedule.wide)
+        groups = schedule.high // schedule.rows
+
+        def conflicts(row: int, image: int) -> int:
+            found = 0
+            for first in range(0, PLACES, ACROSS):
+                banks: dict[int, set[int]] = {}
+                for place in range(first, first + ACROSS):
+                    left, x = divmod(place, room)
+                    n, group = divmod(min(left, schedule.images * groups - 1), groups)
+                    at = n * image + group * schedule.rows * row + min(x, schedule.wide - 1)
+                    banks.setdefault(at % ACROSS, set()).add(at)
+                found += max(map(len, banks.values()))
+            return found
+
+        least = schedule.wide + 1
+        tried = [(row, rows * row + more) for row in range(least, least + 2) for more in (0, 1)]
+        row, image = min(tried, key=lambda each: (conflicts(*each), each))
+        results = 2 * schedule.wide * schedule.high  # float32 in place of what they are made of
+        channel = schedule.images * max(image, results)
+        vector = LANES * channel
+        if schedule.vectors > 1:  # lanes of vectors side by side write to different banks
+            vector += BANKS // schedule.vectors // 4
+        numbers = schedule.vectors * LANES * taps * PAIRS * 4
+        return cls(row, image, channel, vector, room, 16 * schedule.vectors * vector + numbers)
 
 
-def _rows(region: Region, schedule: Banded) -> int:
-    return DOWN * schedule.tiles_high + region.taps_shape[0] - 1
+def clocks(spec: GraphSpec, schedule: Banded, processors: int) -> float:
+    """About how many clocks a schedule takes, as :func:`.depthwise.clocks` counts them."""
+    return rules().depthwise_band_clocks / 100 * _cost(region_of(spec), schedule, processors)
 
 
-def _shared_bytes(region: Region, schedule: Banded) -> int:
-    numbers = _rows(region, schedule) * _pitch(schedule) + region.taps_shape[0] * 2 * BAND
-    return 2 * LANES * schedule.vectors * numbers
+def _cost(region: Region, schedule: Banded, processors: int) -> float:
+    """About how many waves of shared memory a multiprocessor has."""
+    count, channels, height, width = region.conv.shape
+    taps, many = region.taps_shape[0], LANES * schedule.vectors
+    blocks = -(-count // schedule.images) * -(-height // schedule.high) * channels // many
+    blocks *= -(-width // (ACROSS * schedule.wide))
+    read = 4 * (taps + schedule.rows - 1) + 2 * taps + 4 * schedule.rows
+    results = schedule.images * schedule.high * schedule.wide * ACROSS
+    written = schedule.images * (schedule.high + taps - 1) * (schedule.wide + 1) * ACROSS
+    lost = max(1.0, 4 / schedule.vectors)  # runs that are read and written at a time, of 64 bytes
+    waves = read + (results + 2 * written) * lost / WARP
+    return max(1.0, blocks / processors) * many * waves
 
 
 def write(spec: GraphSpec, schedule: Banded) -> Source:
@@ -135,11 +189,13 @@ def write(spec: GraphSpec, schedule: Banded) -> Source:
     region = region_of(spec)
     _check(region)
     many = LANES * schedule.vectors
-    if min(schedule.tiles_wide, schedule.tiles_high, schedule.vectors, schedule.warps) < 1:
-        raise Refused("a schedule without tiles")
-    if region.conv.shape[1] % many or schedule.warps % schedule.vectors:
+    if min(vars(schedule).values()) < 1 or schedule.high % schedule.rows:
+        raise Refused("a schedule without places")
+    if schedule.images * schedule.high // schedule.rows * _room(schedule.wide) > PLACES:
+        raise Refused("more than sixteen places")
+    if region.conv.shape[1] % many or not _shared_out(schedule.vectors, schedule.warps):
         raise Refused(f"{schedule.vectors} vectors of channels")
-    if _shared_bytes(region, schedule) > SHARED_BYTES:
+    if _Layout.of(region, schedule).shared_bytes > SHARED_BYTES:
         raise Refused("an image that shared memory does not hold")
     try:
         return _Banded(spec, schedule, region).source()
@@ -153,6 +209,7 @@ class _Banded(StripWriter):
     def __init__(self, spec: GraphSpec, schedule: Banded, region: Region) -> None:
         super().__init__(spec, Strips(LANES, 1, 1, schedule.vectors, 1), region)
         self._banded = schedule
+        self._layout = _Layout.of(region, schedule)
         self._kind = MEMORY[region.x.dtype]
 
     def source(self) -> Source:
@@ -162,28 +219,27 @@ class _Banded(StripWriter):
         before = self._of_channels()
         self._written()
         count, channels, height, width = region.conv.shape
-        beside = -(-width // (RIGHT * schedule.tiles_wide))
-        below = -(-height // (DOWN * schedule.tiles_high))
+        beside = -(-width // (ACROSS * schedule.wide))
+        below = -(-height // schedule.high)
         many = LANES * schedule.vectors
         parts = channels // many
+        blocks = -(-count // schedule.images) * beside * below * parts
         body = [
             f"const u32 first = blockIdx.x % {parts}u * {many}u, at = blockIdx.x / {parts}u;",
             f"const u32 right = at % {beside}u, down = at / {beside}u % {below}u;",
-            f"const u32 n = at / {beside * below}u;",
+            f"const u32 n0 = at / {beside * below}u * {schedule.images}u;",
+            "const u32 warp = threadIdx.x / 32u, member = threadIdx.x % 32u;",
+            f"const u32 part = threadIdx.x % {schedule.vectors}u, k = first + part * {LANES}u;",
+            *self._pairs(),
             *self._turned(),
-            *self._bands(),
-            "__syncthreads();",
-            f"const u32 member = threadIdx.x % {WARP}u, warp = threadIdx.x / {WARP}u;",
-            f"const u32 own = warp % {schedule.vectors}u * {LANES}u, k = first + own;",
             *before,
-            *self._tiles(),
+            "__syncthreads();",
+            *self._multiplied(),
+            "__syncthreads();",
+            *self._behind(),
         ]
-        rows, columns = region.taps_shape
-        alone = _ALONE.format(
-            kind=self._kind, rows=rows, columns=columns, pitch=_pitch(schedule), band=2 * BAND
-        )
-        threads = WARP * schedule.warps
-        return self._kernel(body, count * beside * below * parts, threads, (PRODUCTS, alone))
+        made = self._kernel(body, blocks, WARP * schedule.warps, (PRODUCTS,))
+        return replace(made, shared_bytes=self._layout.shared_bytes)
 
     def _origin(self) -> tuple[int, int]:
         """How far the windows of the first result reach over the image: above and to the left."""
@@ -192,103 +248,210 @@ class _Banded(StripWriter):
             return conv.padding
         return taps[0] - 1 - conv.padding[0], taps[1] - 1 - conv.padding[1]
 
-    def _turned(self) -> Iterator[str]:
-        """The block's part of the image in shared memory, columns side by side."""
-        region, schedule, x = self._region, self._banded, self._region.x
-        rows, pitch, vectors = _rows(region, schedule), _pitch(schedule), schedule.vectors
-        top, left = self._origin()
-        n, _, h, w = x.stride
-        pairs = pitch // 2
-        yield f"__shared__ vec<{self._kind}, {LANES}> image[{LANES * vectors}][{rows}]"
-        yield f"  [{pitch // LANES}];"
-        yield f"const int y0 = (int)(down * {DOWN * schedule.tiles_high}u) - {top};"
-        yield f"const int x0 = (int)(right * {RIGHT * schedule.tiles_wide}u) - {left};"
-        yield f"const auto* const from = p{self._places[x.name]} + (n * {n}u + first);"
-        yield f"for (u32 i = threadIdx.x; i < {rows * pairs * vectors}u;"
-        yield f"     i += {WARP * schedule.warps}u) {{"
-        yield f"  const u32 part = i % {vectors}u, pair = i / {vectors}u % {pairs}u;"
-        yield f"  const u32 row = i / {vectors * pairs}u;"
-        yield "  const int y = y0 + (int)row, x = x0 + 2 * (int)pair;"
-        yield f"  const bool in = (u32)y < {x.shape[2]}u;"
-        yield f"  const auto* const line = from + ((i64)y * {h} + (i64)x * {w} + part * {LANES}u);"
-        within = f"< {x.shape[3]}u"
-        yield f"  const auto one = load_if<{LANES}>(in && (u32)x {within}, line);"
-        yield f"  const auto two = load_if<{LANES}>(in && (u32)(x + 1) {within}, line + {w});"
-        yield "  #pragma unroll"
-        yield f"  for (int j = 0; j < {LANES // 2}; ++j) {{"
-        yield "    const u32 a = ((const u32*)&one)[j], b = ((const u32*)&two)[j];"
-        yield f"    u32* const to = (u32*)&image[part * {LANES}u + 2 * j][row][0] + pair;"
-        yield "    to[0] = lows(a, b);"
-        yield f"    to[{rows * pairs}] = highs(a, b);"
-        yield "  }"
-        yield "}"
-
-    def _bands(self) -> Iterator[str]:
-        """The taps of the block's channels between zeros, and the same one place further: so each
-        pair of neighbours stands at an even place of one of both."""
+    def _pairs(self) -> Iterator[str]:
+        """Pairs of neighbouring taps of the block's channels, from the one that ends with the first
+        tap: all that a band is made of beside zeros."""
         taps, (rows, columns) = self._region.taps, self._region.taps_shape
-        many = LANES * self._banded.vectors
+        many, threads = LANES * self._banded.vectors, WARP * self._banded.warps
         c, _, r, s = taps.stride
         row, column = "r", "tap"
         if self._region.conv.transposed:
             row, column = f"({rows - 1}u - r)", f"({columns - 1}u - tap)"
-        yield f"__shared__ vec<{self._kind}, {LANES}> bands[{many}][{rows}][2][{BAND // LANES}];"
-        yield f"for (u32 i = threadIdx.x; i < {many * rows * 2 * BAND}u;"
-        yield f"     i += {WARP * self._banded.warps}u) {{"
-        yield f"  const u32 tap = i % {BAND}u + i / {BAND}u % 2u - {LANES}u;"
-        yield f"  const u32 r = i / {2 * BAND}u % {rows}u, c = i / {2 * BAND * rows}u;"
-        yield f"  {self._kind} value = {{}};"
+        at = self._banded.vectors * self._layout.vector
+        yield DYNAMIC
+        yield f"u32 (*const pairs)[{rows}][{PAIRS}] = (u32 (*)[{rows}][{PAIRS}])(shared + {at}u);"
+        yield f"for (u32 i = threadIdx.x; i < {many * rows * PAIRS}u; i += {threads}u) {{"
+        yield f"  const u32 c = i % {many}u, r = i / {many * PAIRS}u;"
+        yield f"  const u32 d = i / {many}u % {PAIRS}u;"
+        yield "  u32 pair = 0u;"
+        yield "  #pragma unroll"
+        yield "  for (u32 h = 0; h < 2; ++h) {"
+        yield "    const u32 tap = d + h - 1u;"
         where = f"(first + c) * {c}u + {row} * {r}u + {column} * {s}u"
-        yield f"  if (tap < {columns}u) value = p{self._places[taps.name]}[{where}];"
-        yield f"  (({self._kind}*)bands)[i] = value;"
+        yield f"    if (tap < {columns}u)"
+        yield f"      pair |= (u32)*(const unsigned short*)&p{self._places[taps.name]}[{where}]"
+        yield "        << 16u * h;"
+        yield "  }"
+        yield "  pairs[c][r][d] = pair;"
         yield "}"
 
-    def _tiles(self) -> Iterator[str]:
-        """The tiles of a warp, one after the other."""
-        schedule, kind = self._banded, self._kind
-        rows, (_, _, height, width) = self._region.taps_shape[0], self._region.conv.shape
-        tiles, step = schedule.tiles_wide * schedule.tiles_high, schedule.warps // schedule.vectors
-        pitch = _pitch(schedule)
-        yield "const u32 g = member / 4u, t = member % 4u;"
-        yield "const u32 shift = (g + 2u * t) % 2u;"
-        yield f"const u32 place = {LANES}u + 2u * t - g - shift;"
-        yield f"for (u32 tile = warp / {schedule.vectors}u; tile < {-(-tiles // step) * step}u;"
-        yield f"     tile += {step}u) {{"
-        mine = (
-            f"tile < {tiles}u ? tile : {tiles - 1}u" if tiles % step else "tile"
-        )  # all warps go together
-        yield f"  const u32 mine = {mine};"
-        yield f"  const u32 tx = mine % {schedule.tiles_wide}u, ty = mine / {schedule.tiles_wide}u;"
-        yield f"  float sum[4][{LANES}] = {{}};"
-        yield "  #pragma unroll"
-        yield f"  for (int c = 0; c < {LANES}; ++c) {{"
-        yield f"    const auto* const rows = (const {kind}*)&image[own + c]"
-        yield f"      [ty * {DOWN}u + member % {DOWN}u][tx + member / {DOWN}u];"
-        yield "    const u32* const band = (const u32*)&bands[own + c][0][shift][0] + place / 2u;"
+    def _turned(self) -> Iterator[str]:
+        """Read the block's part of an image, and lay its columns side by side.
+
+        A thread has two columns of some lines.
+        """
+        region, schedule, x, layout = self._region, self._banded, self._region.x, self._layout
+        rows, columns = region.taps_shape
+        rows += schedule.high - 1
+        lines, threads = schedule.images * rows, WARP * schedule.warps
+        units = (schedule.wide + 1) * ACROSS // 2 * schedule.vectors
+        needed = ACROSS * schedule.wide + columns - 1
+        at_once = max(1, threads // units)
+        own = -(-lines // at_once)
+        together = -(-own // -(-own // TOGETHER))
+        top, left = self._origin()
+        n, _, h, w = x.stride
+        count, _, height, width = x.shape
+        yield f"const int y0 = (int)(down * {schedule.high}u) - {top};"
+        yield f"const int x0 = (int)(right * {ACROSS * schedule.wide}u) - {left};"
+        if units < threads:
+            yield f"for (u32 unit = threadIdx.x % {units}u, begin = threadIdx.x / {units}u;"
+            yield f"     begin < {at_once}u; begin += {at_once}u) {{"
+        else:
+            yield "const u32 begin = 0u;"
+            yield f"for (u32 unit = threadIdx.x; unit < {units}u; unit += {threads}u) {{"
+        yield f"  const u32 pair = unit / {schedule.vectors}u;"
+        yield "  const int x = x0 + 2 * (int)pair;"
+        also = f" && 2u * pair < {needed}u" if needed < ACROSS * (schedule.wide + 1) else ""
+        yield f"  const bool first_in = (u32)x < {width}u{also};"
+        yield f"  const bool second_in = (u32)(x + 1) < {width}u{also};"
+        yield f"  const auto* const from = p{self._places[x.name]} + ((i64)n0 * {n} + (i64)y0 * {h}"
+        yield f"    + (i64)x * {w} + first + part * {LANES}u);"
+        yield f"  u32* const to = (u32*)(shared + part * {layout.vector}u) + pair;"
+        yield f"  for (u32 line = begin; line < {lines}u; line += {together * at_once}u) {{"
+        yield f"    vec<{self._kind}, {LANES}> one[{together}], two[{together}];"
         yield "    #pragma unroll"
-        yield f"    for (int r = 0; r < {rows}; ++r) {{"
-        yield "      u32 a[4];"
-        yield f"      load_rows(a, rows + r * {pitch});"
-        yield f"      const u32 *const b = band + r * {BAND};"
-        sums = ", ".join(f"sum[{e}][c]" for e in range(4))
-        yield f"      multiply({kind}(), {sums}, a, b[0], b[4]);"
+        yield f"    for (u32 b = 0; b < {together}; ++b) {{"
+        yield f"      const u32 l = line + b * {at_once}u;"
+        in_image, ahead = "l", f"(i64)l * {h}"
+        tests = [f"l < {lines}u"] if lines % (together * at_once) else []
+        if schedule.images > 1:
+            yield f"      const u32 n = l / {rows}u, y = l % {rows}u;"
+            in_image, ahead = "y", f"(i64)n * {n} + (i64)y * {h}"
+            tests += [f"n0 + n < {count}u"] if count % schedule.images else []
+        tests.append(f"(u32)(y0 + (int){in_image}) < {height}u")
+        yield f"      const bool in = {' && '.join(tests)};"
+        yield f"      const auto* const p = from + ({ahead});"
+        yield f"      one[b] = load_if<{LANES}>(in && first_in, p);"
+        yield f"      two[b] = load_if<{LANES}>(in && second_in, p + {w});"
+        yield "    }"
+        yield "    #pragma unroll"
+        yield f"    for (u32 b = 0; b < {together}; ++b) {{"
+        yield f"      const u32 l = line + b * {at_once}u;"
+        if lines % (together * at_once):
+            yield f"      if (l >= {lines}u) continue;"
+        where = f"l * {4 * layout.row}u"
+        if schedule.images > 1:
+            where = f"l / {rows}u * {4 * layout.image}u + l % {rows}u * {4 * layout.row}u"
+        yield f"      u32* const at = to + ({where});"
+        yield "      #pragma unroll"
+        yield f"      for (int j = 0; j < {LANES // 2}; ++j) {{"
+        yield "        const u32 a = ((const u32*)&one[b])[j], c = ((const u32*)&two[b])[j];"
+        yield f"        at[{8 * layout.channel} * j] = lows(a, c);"
+        yield f"        at[{8 * layout.channel} * j + {4 * layout.channel}] = highs(a, c);"
+        yield "      }"
         yield "    }"
         yield "  }"
-        yield "  #pragma unroll"
-        yield "  for (int e = 0; e < 4; ++e) {"
-        yield f"    const u32 y = ty * {DOWN}u + g + e / 2 * {DOWN // 2}u;"
-        yield f"    const u32 x = tx * {RIGHT}u + 2u * t + e % 2;"
-        yield f"    const u64 h = (u64)(down * {DOWN * schedule.tiles_high}u) + y;"
-        yield f"    const u64 w = (u64)(right * {RIGHT * schedule.tiles_wide}u) + x;"
-        tests = [f"h >= {height}u", f"w >= {width}u"]
-        tests += [f"tile >= {tiles}u"] if tiles % step else []
-        yield f"    if ({' || '.join(tests)}) continue;"
-        yield "    #pragma unroll"
-        yield f"    for (int c = 0; c < {LANES}; ++c)"
-        yield "      if (sum[e][c] != sum[e][c])"
-        yield f"        sum[e][c] = alone((const {kind}*)&image[own + c][y][0] + x,"
-        yield f"          (const {kind}*)&bands[own + c][0][0][1]);"
-        yield f"    const float (&made)[{LANES}] = sum[e];"
-        yield from ("    " + line for line in self._lines)
+        yield "}"
+
+    def _places_of_a_thread(self) -> Iterator[str]:
+        """The place that a thread reads, and the two that it has results of."""
+        schedule, layout = self._banded, self._layout
+        groups = schedule.high // schedule.rows
+        lines = schedule.images * groups
+        yield "const u32 g = member / 4u, t = member % 4u;"
+        yield "const u32 ahead = 2u * t + 1u >= g ? 0xffffffffu : 0u;  // of the band's first half"
+        yield "u32 read, tx[2], ty[2], tn[2];"
+        yield "bool there[2];"
+        yield "#pragma unroll"
+        yield "for (int half = 0; half < 3; ++half) {"
+        yield f"  const u32 place = half < 2 ? g + 8u * half : member % {PLACES}u;"
+        yield f"  const u32 px = place % {layout.room}u, line = place / {layout.room}u;"
+        yield f"  const u32 x = px < {schedule.wide}u ? px : {schedule.wide - 1}u;"
+        yield f"  const u32 own = line < {lines}u ? line : {lines - 1}u;"
+        yield f"  const u32 y = own % {groups}u * {schedule.rows}u, n = own / {groups}u;"
+        yield "  if (half < 2) {"
+        yield "    tx[half] = x, ty[half] = y, tn[half] = n;"
+        yield f"    there[half] = px < {schedule.wide}u && line < {lines}u;"
+        yield "  } else {"
+        yield f"    read = n * {layout.image}u + y * {layout.row}u + x + member / {PLACES}u;"
         yield "  }"
         yield "}"
+
+    def _multiplied(self) -> Iterator[str]:
+        """Multiply the places of each channel of a warp, and lay results where these were."""
+        schedule, layout, kind = self._banded, self._layout, self._kind
+        taps, many = self._region.taps_shape[0], LANES * schedule.vectors
+        rows, wide = schedule.rows, ACROSS * schedule.wide
+        yield from self._places_of_a_thread()
+        yield "#pragma unroll 2"
+        yield f"for (u32 c = warp; c < {many}u; c += {schedule.warps}u) {{"
+        where = f"c * {layout.channel}u"
+        if extra := layout.vector - LANES * layout.channel:
+            where += f" + c / {LANES}u * {extra}u"
+        yield f"  vec<u32, 4>* const plane = shared + ({where});"
+        yield f"  const u32* const band = &pairs[c][0][(2u * t + 9u - g) % {PAIRS}u];"
+        yield f"  u32 taps[{taps}];"
+        yield "  #pragma unroll"
+        yield f"  for (int r = 0; r < {taps}; ++r) taps[r] = band[r * {PAIRS}];"
+        yield f"  float sum[{rows}][4] = {{}};"
+        yield "  #pragma unroll"
+        yield f"  for (int i = 0; i < {taps + rows - 1}; ++i) {{"
+        yield "    u32 a[4];"
+        yield f"    load_rows(a, plane + (read + i * {layout.row}));"
+        yield "    #pragma unroll"
+        yield f"    for (int q = 0; q < {rows}; ++q)"
+        yield f"      if (i >= q && i - q < {taps})"
+        sums = ", ".join(f"sum[q][{e}]" for e in range(4))
+        yield f"        multiply({kind}(), {sums}, a, taps[i - q] & ahead, taps[i - q] & ~ahead);"
+        yield "  }"
+        yield "  bool nan = false;"
+        yield "  #pragma unroll"
+        yield f"  for (int i = 0; i < {4 * rows}; ++i)"
+        yield "    nan |= sum[i / 4][i % 4] != sum[i / 4][i % 4];"
+        yield "  if (nan) {  // of windows alone, without zeros beside them"
+        yield "    #pragma unroll"
+        yield f"    for (int i = 0; i < {4 * rows}; ++i) sum[i / 4][i % 4] = 0.0f;"
+        yield "    #pragma unroll 1"
+        yield f"    for (u32 r = 0; r < {taps}u; ++r)"
+        yield "      #pragma unroll 1"
+        yield f"      for (u32 s = 0; s < {self._region.taps_shape[1]}u; ++s) {{"
+        yield f"        const float tap = get(*(const {kind}*)&pairs[c][r][s + 1u]);"
+        yield "        #pragma unroll"
+        yield f"        for (int i = 0; i < {4 * rows}; ++i) {{"
+        yield "          const u32 half = i / 2 % 2;"
+        where = f"tn[half] * {layout.image}u + (ty[half] + i / 4 + r) * {layout.row}u"
+        yield f"          sum[i / 4][i % 4] += tap * get(((const {kind}*)(plane + ({where})))"
+        yield f"            [tx[half] * {ACROSS}u + 2u * t + i % 2 + s]);"
+        yield "        }"
+        yield "      }"
+        yield "  }"
+        yield "  __syncwarp();"
+        yield "  #pragma unroll"
+        yield f"  for (int i = 0; i < {2 * rows}; ++i) {{"
+        yield "    const u32 half = i % 2, q = i / 2;"
+        yield "    const vec<float, 2> two = {sum[q][2 * half], sum[q][2 * half + 1]};"
+        line = f"(tn[half] * {schedule.high}u + ty[half] + q) * {wide}u"
+        yield f"    float* const to = (float*)plane + ({line} + tx[half] * {ACROSS}u + 2u * t);"
+        yield "    if (there[half]) *(vec<float, 2>*)to = two;"
+        yield "  }"
+        yield "}"
+
+    def _behind(self) -> list[str]:
+        """What is computed of the sums, and written."""
+        schedule, layout = self._banded, self._layout
+        count, _, height, width = self._region.conv.shape
+        wide = ACROSS * schedule.wide
+        own, threads = min(wide, width), WARP * schedule.warps
+        total = schedule.images * schedule.high * own * schedule.vectors
+        n = f"n0 + line / {schedule.high}u" if schedule.images > 1 else "n0"
+        y = f"line % {schedule.high}u" if schedule.images > 1 else "line"
+        tests = [f"h >= {height}u"] if height % schedule.high else []
+        tests += [f"w >= {width}u"] if width % own else []
+        tests += [f"n >= {count}u"] if count % schedule.images else []
+        return [
+            f"for (u32 i = threadIdx.x; i < {total}u; i += {threads}u) {{",
+            f"  const u32 x = i / {schedule.vectors}u % {own}u;",
+            f"  const u32 line = i / {schedule.vectors * own}u;",
+            f"  const u32 n = {n}, h = down * {schedule.high}u + {y};",
+            f"  const u32 w = right * {wide}u + x;",
+            f"  if ({' || '.join(tests)}) continue;" if tests else "",
+            f"  float made[{LANES}];",
+            "  #pragma unroll",
+            f"  for (int j = 0; j < {LANES}; ++j)",
+            f"    made[j] = ((const float*)(shared + part * {layout.vector}u + j * "
+            f"{layout.channel}))",
+            f"      [line * {wide}u + x];",
+            *("  " + line for line in self._lines),
+            "}",
+        ]

@@ -221,6 +221,12 @@ def _cost(region: Region, strip: _Strip, processors: int) -> float | None:
     return taken * rounds * max(1.0, held / most) ** 2
 
 
+def clocks(spec: GraphSpec, strips: Strips, processors: int) -> float:
+    """About how many clocks a schedule takes. Raises :class:`Refused`."""
+    strip = strips.lanes, strips.wide, strips.high, strips.vectors
+    return _cost(region_of(spec), strip, processors) or math.inf
+
+
 def _smallest(region: Region) -> tuple[int, int]:
     """The width and height of the smallest strip."""
     down, right = region.conv.stride if region.conv.transposed else (1, 1)

@@ -11,6 +11,7 @@ import json
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
@@ -49,7 +50,7 @@ class Kernel(Plan):
             torch.cuda.current_stream()  # the context is there from here on
             self._module = _module(driver, code, device_index)
             self._launches = []
-            for name, blocks, threads in head["launches"]:
+            for name, blocks, threads, *asked in head["launches"]:
                 error, function = driver.cuModuleGetFunction(self._module, str(name).encode())
                 _check(error)
                 # It is loaded by this, and not in the middle of a capture.
@@ -57,7 +58,14 @@ class Kernel(Plan):
                 error, least = driver.cuFuncGetAttribute(most, function)
                 _check(error)
                 _check_launch(int(blocks), int(threads), int(least))
-                self._launches.append((function, int(blocks), int(threads)))
+                shared = int(asked[0]) if asked else 0
+                if shared:
+                    room = (
+                        driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    )
+                    (error,) = driver.cuFuncSetAttribute(function, room, shared)
+                    _check(error)
+                self._launches.append((function, int(blocks), int(threads), shared))
         self._call = self._native()
         self.native = (self._call, 0)
 
@@ -78,7 +86,7 @@ class Kernel(Plan):
         """A call by the address of an array of addresses, as plans have it."""
         launch, launches, index = _driver().cuLaunchKernel, self._launches, self.device_index
         stream_of = torch._C._cuda_getCurrentRawStream
-        (function, blocks, threads), several = launches[0], len(launches) > 1
+        (function, blocks, threads, shared), several = launches[0], len(launches) > 1
 
         def call(address: int, count: int, workspace: int, handle: Any, place: int) -> None:
             # Where the parameters are: the addresses, and that of the workspace, which few take. Of
@@ -87,10 +95,10 @@ class Kernel(Plan):
             where, _ = given.buffer_info()
             given[1] = where + 2 * given.itemsize
             stream = stream_of(index)
-            (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, where, 0)
+            (error,) = launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, where, 0)
             if several and not error:
-                for each, many, wide in launches[1:]:
-                    (error,) = launch(each, many, 1, 1, wide, 1, 1, 0, stream, where, 0)
+                for each, many, wide, room in launches[1:]:
+                    (error,) = launch(each, many, 1, 1, wide, 1, 1, room, stream, where, 0)
                     if error:
                         break
             if error:
@@ -105,8 +113,8 @@ class Kernel(Plan):
         where, _ = given.buffer_info()
         given[1] = where + 2 * given.itemsize
         calls = [
-            partial(driver_call, each, blocks, 1, 1, threads, 1, 1, 0, stream, where, 0)
-            for each, blocks, threads in self._launches
+            partial(driver_call, each, blocks, 1, 1, threads, 1, 1, shared, stream, where, 0)
+            for each, blocks, threads, shared in self._launches
         ]
         first, others = calls[0], calls[1:]
 
@@ -229,7 +237,7 @@ def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
         "text": text,
         "generator": generator(),
         "capability": capability,
-        "launches": [[each.name, each.blocks, each.threads] for each in made.launches],
+        "launches": [astuple(each) for each in made.launches],
         "workspace": made.workspace_bytes,
     }
     return Kernel(code, head, choice, device_index)

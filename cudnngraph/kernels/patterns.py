@@ -62,7 +62,7 @@ _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     Tiling: ("lanes", "along", "across", "threads"),
     Pieces: ("lanes", "threads", "blocks"),
     Strips: ("lanes", "wide", "high", "vectors", "blocks"),
-    Banded: ("tiles_wide", "tiles_high", "vectors", "warps"),
+    Banded: ("images", "wide", "high", "rows", "vectors", "warps"),
     Bins: ("table_rows", "columns", "threads"),
     Lists: ("listed_rows", "columns", "numbers", "threads"),
     Patches: ("lanes", "patch_wide", "patch_high", "threads"),
@@ -104,13 +104,13 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
         return choice_of(sums)
     if depthwise.has_depthwise(spec):
         refused = Refused("no depthwise convolution")
-        for strips in depthwise.strips(spec, processors):
+        for tried in _depthwise(spec, processors):
             try:
-                depthwise.write(spec, strips)
+                _written(spec, tried)
             except Refused as reason:
                 refused = reason
             else:
-                return choice_of(strips)
+                return choice_of(tried)
         raise refused
     if pool_gradient.has_gradient(spec):
         with suppress(Refused):
@@ -153,10 +153,7 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
         sums = tap_sums.schedules(spec, processors)
         return list(found | dict.fromkeys(map(choice_of, sums)))
     if depthwise.has_depthwise(spec):
-        tried: list[Pattern] = [*depthwise.strips(spec, processors)]
-        with suppress(Refused):
-            tried[1:1] = banded.schedules(spec)
-        return list(found | dict.fromkeys(map(choice_of, tried)))
+        return list(found | dict.fromkeys(map(choice_of, _depthwise(spec, processors))))
     if isinstance(schedule_of(next(iter(found))), Patches):
         found |= dict.fromkeys(map(choice_of, pool_gradient.patches(spec, processors)))
     if isinstance(schedule_of(next(iter(found))), Pieces):
@@ -173,6 +170,20 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
         shared = split.split_for(processors)
         found |= dict.fromkeys(map(choice_of, (shared, *split.variants(shared))))
     return list(found)
+
+
+def _depthwise(spec: GraphSpec, processors: int) -> list[Pattern]:
+    """The schedules of a depthwise convolution, those first that are likely the faster."""
+    strips = depthwise.strips(spec, processors)
+    try:
+        bands = banded.schedules(spec, processors)
+    except Refused:
+        return [*strips]
+    if bands and banded.clocks(spec, bands[0], processors) < depthwise.clocks(
+        spec, strips[0], processors
+    ):
+        return [*bands, *strips]
+    return [*strips[:1], *bands, *strips[1:]]
 
 
 def source(spec: GraphSpec, choice: Choice) -> Source:

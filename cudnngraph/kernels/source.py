@@ -12,6 +12,7 @@ NAME = "cudnngraph_kernel"
 ARGS = "struct Args"
 MOST_TENSORS = 480  # of a kernel, whose parameters have 4 KB
 MOST_BOUNDS = 1024  # threads of a block
+DYNAMIC = "extern __shared__ vec<u32, 4> shared[];"  # what a block has asked for
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,13 @@ class Launch:
     name: str
     blocks: int
     threads: int
+    shared_bytes: int = 0  # of ``DYNAMIC``
 
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel: its text, and the numbers of blocks and threads that it is launched with.
+    """A kernel: its text, and the numbers of blocks and threads that it is launched with, and the
+    shared memory that a block has to ask for.
 
     One of several launches has these in ``several``, in order, and its functions take the address
     of a workspace behind those of the tensors.
@@ -37,11 +40,12 @@ class Source:
     several: tuple[Launch, ...] = ()
     workspace_bytes: int = 0
     name: str = NAME
+    shared_bytes: int = 0
 
     @property
     def launches(self) -> tuple[Launch, ...]:
         """The launches in order."""
-        return self.several or (Launch(self.name, self.blocks, self.threads),)
+        return self.several or (Launch(self.name, self.blocks, self.threads, self.shared_bytes),)
 
     def called(self, name: str) -> Source:
         """The same with functions of another name, as profilers show it."""

@@ -417,11 +417,11 @@ def test_launches_get_the_addresses_and_the_workspace_in_order(
     seen = []
 
     def launch(function: str, blocks: int, *rest: int) -> tuple[int]:
-        threads, stream, where = rest[2], rest[6], rest[7]
+        threads, shared, stream, where = rest[2], *rest[5:8]
         args, workspace = (ctypes.c_uint64 * 2).from_address(where)
         given = list((ctypes.c_uint64 * 3).from_address(args))
         scratch = ctypes.c_uint64.from_address(workspace).value
-        seen.append((function, blocks, threads, stream, given, scratch))
+        seen.append((function, blocks, threads, shared, stream, given, scratch))
         return (0,)
 
     driver = SimpleNamespace(cuLaunchKernel=launch)
@@ -429,12 +429,12 @@ def test_launches_get_the_addresses_and_the_workspace_in_order(
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
     made = kernel.Kernel.__new__(kernel.Kernel)
     made.device_index = 0
-    made._launches = [("first", 5, 64), ("second", 2, 32)]
+    made._launches = [("first", 5, 64, 65536), ("second", 2, 32, 0)]
     made._call = made._native()
     made.execute(made.pointers([10, 20, 30]), 4096, None)
     assert seen == [
-        ("first", 5, 64, 77, [10, 20, 30], 4096),
-        ("second", 2, 32, 77, [10, 20, 30], 4096),
+        ("first", 5, 64, 65536, 77, [10, 20, 30], 4096),
+        ("second", 2, 32, 0, 77, [10, 20, 30], 4096),
     ]
     launched = seen[:]
     seen.clear()
@@ -456,7 +456,7 @@ def test_a_bound_launch_that_fails_says_so_and_launches_nothing_behind_it(
 
     monkeypatch.setattr(kernel, "_driver", lambda: SimpleNamespace(cuLaunchKernel=launch))
     made = kernel.Kernel.__new__(kernel.Kernel)
-    made._launches = [("first", 5, 64), ("second", 2, 32)]
+    made._launches = [("first", 5, 64, 65536), ("second", 2, 32, 0)]
     bound = made.bound(made.pointers([10]), 0, 77)
     with pytest.raises(RuntimeError, match=r"was not launched: 'CUDA_ERROR_INVALID_VALUE'"):
         bound()
