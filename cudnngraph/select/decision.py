@@ -87,6 +87,9 @@ class Selection:
 #: Choices to begin with, by a step's digest, each with the entry that it comes from.
 Hints = Mapping[str, Mapping[Choice, str]]
 
+#: The subject of what a search says of how it went about a graph.
+WHOLE_GRAPH = "the whole graph"
+
 #: The subject of a decision that was made where no kernels could be generated.
 NO_KERNELS = "generated kernels"
 

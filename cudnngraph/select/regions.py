@@ -35,7 +35,7 @@ from .config import (
     UNCOMPARED_SHARE,
 )
 from .cost import Floor, no_floor
-from .decision import ALIAS, Decision, Hints, Selection, StepPlan
+from .decision import ALIAS, WHOLE_GRAPH, Decision, Hints, Selection, StepPlan
 from .joining import joined
 from .kernels import Kernels
 from .search import Search, of_others
@@ -231,7 +231,7 @@ class RegionSearch:
             if number == 0:
                 kinds, count = len(found), len(self._borders)
                 reason = f"cut at its anchors into {count} regions, {kinds} of them different"
-                decisions = (Decision("the whole graph", True, reason), *decisions)
+                decisions = (Decision(WHOLE_GRAPH, True, reason), *decisions)
             steps.append(step_plan(place.spec, place.way, self._plan(place), decisions))
         dense = tuple(
             tuple(node.name for node in group)

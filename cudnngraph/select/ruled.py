@@ -22,7 +22,7 @@ from ..policy import Policy
 from ..rewrite.passes import legalize
 from .bench import Bench
 from .config import IN_CONTEXT_GAIN, QUICK_ROUNDS
-from .decision import ALIAS, Decision, Hints, Selection, StepPlan
+from .decision import ALIAS, WHOLE_GRAPH, Decision, Hints, Selection, StepPlan
 from .heuristic import Builds, Built, OncePerStep, choose
 from .kernels import Kernels
 from .search import hinted_first
@@ -67,7 +67,9 @@ def no_slower(
         None if step.choice is None else bench.replay(step.spec, step.choice) for step in steps
     ]
     reason = f"what was measured step by step takes {mine / theirs:.3f} times the time, whole"
-    return Selection(tuple(steps), tuple(built)).told(Decision(BY_RULES, True, reason))
+    searched = [each for each in found.steps[0].decisions if each.subject == WHOLE_GRAPH]
+    taken = Selection(tuple(steps), tuple(built))
+    return taken.told(Decision(BY_RULES, True, reason), *searched)
 
 
 class _Firsts:

@@ -11,7 +11,7 @@ import cudnngraph as cg
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.key import step_digest
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.select.decision import ALIAS, Hints, Selection
+from cudnngraph.select.decision import ALIAS, WHOLE_GRAPH, Hints, Selection
 from cudnngraph.select.ruled import BY_RULES, no_slower
 from tests.cpu.select.test_search_large import LAST, tower
 from tests.searches import (
@@ -59,6 +59,8 @@ def test_the_choice_by_rules_is_taken_where_the_whole_is_faster_so() -> None:
     assert taken(best) == [(WHOLE, 0)] * 8 + [(LAST, 0)]
     reason = "what was measured step by step takes 1.333 times the time, whole"
     assert told(best) == [(True, reason)]
+    searched = [d.reason for d in best.steps[0].decisions if d.subject == WHOLE_GRAPH]
+    assert searched == ["cut at its anchors into 9 regions, 2 of them different"]
     assert [step.time_us for step in best.steps] == [30.0] * 8 + [5.0]
     assert all(plan is not None for plan in best.built)
     (pair,) = bench.chains
