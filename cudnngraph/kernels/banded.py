@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
+from operator import itemgetter
 
 import torch
 
@@ -37,7 +38,7 @@ BANKS = 32  # words of shared memory that are read at a time
 TOGETHER = 4  # loads of a thread before it stores what they read
 MOST = 6  # schedules that are measured
 ROWS, IMAGES, VECTORS = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 3, 4)  # that are measured
-WARPS, USUAL_WARPS = (4, 6, 8, 12, 16), 8
+WARPS = (8, 6, 16, 12)  # the usual number first
 SHARED_BYTES = 96 << 10  # of a block, that every GPU with these products has
 
 #: What such kernels share: rows of an image that a warp multiplies, and the product.
@@ -83,19 +84,23 @@ def schedules(spec: GraphSpec, processors: int) -> list[Banded]:
     across = -(-width // ACROSS)
     wide = -(-across // -(-across // PLACES))
     room = _room(wide)
-    found: dict[Banded, float] = {}
-    for rows, images, vectors, warps in product(ROWS, IMAGES, VECTORS, WARPS):
-        if channels % (LANES * vectors) or not _shared_out(vectors, warps):
-            continue
-        if images > count or images * room > PLACES:
+    found: list[tuple[float, Banded]] = []
+    for rows, images, vectors in product(ROWS, IMAGES, VECTORS):
+        if channels % (LANES * vectors) or images > count or images * room > PLACES:
             continue
         groups = min(-(-height // rows), PLACES // (images * room))
         if images > 1 and groups * rows < height:
             continue
-        each = Banded(images, wide, groups * rows, rows, vectors, warps)
-        if _Layout.of(region, each).shared_bytes <= SHARED_BYTES:
-            found[each] = _cost(region, each, processors)
-    return sorted(found, key=lambda each: (found[each], abs(each.warps - USUAL_WARPS)))[:MOST]
+        each = Banded(images, wide, groups * rows, rows, vectors, WARPS[0])
+        found.append((_cost(region, each, processors), each))
+    tried = (
+        replace(each, warps=warps)
+        for _, each in sorted(found, key=itemgetter(0))
+        if _Layout.of(region, each).shared_bytes <= SHARED_BYTES
+        for warps in WARPS
+        if _shared_out(each.vectors, warps)
+    )
+    return list(islice(tried, MOST))
 
 
 def _shared_out(vectors: int, warps: int) -> bool:
