@@ -165,7 +165,7 @@ class _Layout:
         channel = schedule.images * max(image, results)
         vector = LANES * channel
         if schedule.vectors > 1:  # lanes of vectors side by side write to different banks
-            vector += BANKS // schedule.vectors // 4
+            vector += -(-BANKS // (4 * schedule.vectors))
         numbers = schedule.vectors * LANES * taps * PAIRS * 4
         return cls(row, image, channel, vector, room, 16 * schedule.vectors * vector + numbers)
 
