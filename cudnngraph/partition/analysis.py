@@ -126,7 +126,7 @@ class CutGraph:
     def passed(self) -> Mapping[str, TensorSpec]:
         """Intermediates in 16 bits, as they are where they cross from one step to another."""
         narrow: dict[str, TensorSpec] = {}
-        as_they_are = self._wide | self._read_by_torch | set(self.spec.outputs)
+        as_they_are = self._wide | self._read_in_float32 | set(self.spec.outputs)
         for node in self.spec.nodes:
             for name in node.results:
                 tensor, dtype = self.spec.tensors[name], self._data[name]
@@ -249,21 +249,28 @@ class CutGraph:
         }
 
     @cached_property
-    def _read_by_torch(self) -> frozenset[str]:
-        """Tensors of 16-bit data that torch's own ops read in float32, and what these are made of
-        in float32: such an op may take no other dtype beside its other operands."""
+    def _read_in_float32(self) -> frozenset[str]:
+        """Tensors of 16-bit data that torch's own ops read in float32, and products beside float32
+        data, and what these are made of in float32: they take no other dtype beside their other
+        operands."""
         data, torchs = self._dtypes
         found: set[str] = set()
         for node in reversed(self.spec.nodes):
             op = OPS[node.op]
             moves = (op.pointwise or op.view) and not found.isdisjoint(node.results)
-            if node.op == "aten" or moves:
+            if node.op == "aten" or moves or self._multiplies_float32(node, data):
                 found |= {
                     each
                     for each in node.operands
                     if data[each] in LOW_PRECISION and torchs[each] == torch.float32
                 }
         return frozenset(found)
+
+    def _multiplies_float32(self, node: Node, data: Mapping[str, torch.dtype]) -> bool:
+        """Whether a node multiplies float32 data, beside which torch has no other."""
+        op = OPS[node.op]
+        multiplied = node.operands[:2] if op.has("multiplies") and not op.has("attention") else ()
+        return any(data[name] == torch.float32 for name in multiplied)
 
     @cached_property
     def _wide(self) -> frozenset[str]:
@@ -301,6 +308,8 @@ class CutGraph:
             return own
         if node.op == "cast":
             return getattr(torch, node.attr("dtype"))  # type: ignore[no-any-return]
+        if self._multiplies_float32(node, data):
+            return torch.float32
         if self.is_anchor(node):
             dtype = data[node.operands[0]]
             return dtype if dtype in FLOATS or OPS[node.op].view else own

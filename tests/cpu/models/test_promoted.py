@@ -1,4 +1,4 @@
-"""Torch's own ops behind 16-bit numbers that a vector in float32 makes float32."""
+"""Torch's own ops, and products, behind 16-bit numbers that a vector in float32 makes float32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests import numerics, simulated
+from tests import generated, numerics, simulated
 from tests.fused import compiled
 from tests.training import left_to_torch, trained
 
@@ -51,3 +51,32 @@ def test_they_take_it_in_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     for mine, torchs, want in zip(found, own, exact, strict=True):
         assert mine.dtype == torchs.dtype
         numerics.check(mine, want, mine.dtype, torchs, terms=64)
+
+
+PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "first": F.linear,
+    "computed": lambda x, w: F.gelu(x + 1) @ w.mT,
+    "second": lambda x, w: w[:, :4] @ x,
+    "viewed": lambda x, w: x.view(8, 3) @ w[:3],
+    "convolved": lambda x, w: F.conv1d(x.view(1, 4, 6), w.view(3, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_read_it_in_float32(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded to 16 bits, what they multiply would be off by a part in a thousand."""
+    generated.install(monkeypatch)
+    x, weight = torch.randn(len(ROWS), WIDTH).to(dtype), torch.rand(WIDTH) + 0.5
+    other = torch.randn(6, WIDTH)
+
+    def function(x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return PRODUCTS[name](x * weight, other)
+
+    with torch.no_grad():  # in training it is a result of the forward, and is kept as it is
+        y = compiled(function, check=False)(x, weight, other)
+    assert y.dtype == torch.float32
+    exact = function(x.double(), weight.double(), other.double())
+    numerics.check(y, exact, torch.float32, function(x, weight, other), terms=64)

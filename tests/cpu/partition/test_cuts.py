@@ -240,6 +240,16 @@ def test_a_vector_in_float32_makes_no_float32_of_an_image_in_16_bits() -> None:
     assert narrow.dtype == BF16
 
 
+def test_a_product_beside_float32_reads_and_hands_on_float32() -> None:
+    g = cg.Graph("g")
+    x, v = g.input("x", (16, 32), BF16), g.input("v", (32,), F32)
+    made = g.tanh(g.mul(x, v), name="made")
+    product = g.matmul(made, g.input("w", (32, 8), F32), name="product")
+    g.output("y", g.relu(product), dtype=BF16)
+    g.output("z", g.relu(g.matmul(g.cast(made, BF16), g.input("u", (32, 8), BF16))), dtype=BF16)
+    assert not {"made", "product"} & set(CutGraph(g.spec()).passed)
+
+
 def test_constants_go_with_the_op_that_uses_them() -> None:
     (scaled,) = [step for step in every_cutting(block().spec())[-1] if ops(step) == ["mul"]]
     assert [node.op for node in scaled.nodes] == ["constant", "mul"]
