@@ -300,8 +300,8 @@ class _Banded(StripWriter):
         yield f"const int y0 = (int)(down * {schedule.high}u) - {top};"
         yield f"const int x0 = (int)(right * {ACROSS * schedule.wide}u) - {left};"
         if units < threads:
-            yield f"for (u32 unit = threadIdx.x % {units}u, begin = threadIdx.x / {units}u;"
-            yield f"     begin < {at_once}u; begin += {at_once}u) {{"
+            yield f"const u32 unit = threadIdx.x % {units}u, begin = threadIdx.x / {units}u;"
+            yield f"if (begin < {at_once}u) {{"
         else:
             yield "const u32 begin = 0u;"
             yield f"for (u32 unit = threadIdx.x; unit < {units}u; unit += {threads}u) {{"
@@ -359,7 +359,7 @@ class _Banded(StripWriter):
         yield "u32 read, tx[2], ty[2], tn[2];"
         yield "bool there[2];"
         yield "#pragma unroll"
-        yield "for (int half = 0; half < 3; ++half) {"
+        yield "for (int half = 0; half < 3; ++half) {  // of the results, and then what it reads"
         yield f"  const u32 place = half < 2 ? g + 8u * half : member % {PLACES}u;"
         yield f"  const u32 px = place % {layout.room}u, line = place / {layout.room}u;"
         yield f"  const u32 x = px < {schedule.wide}u ? px : {schedule.wide - 1}u;"

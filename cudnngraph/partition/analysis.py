@@ -268,9 +268,8 @@ class CutGraph:
 
     def _multiplies_float32(self, node: Node, data: Mapping[str, torch.dtype]) -> bool:
         """Whether a node multiplies float32 data, beside which torch has no other."""
-        op = OPS[node.op]
-        multiplied = node.operands[:2] if op.has("multiplies") and not op.has("attention") else ()
-        return any(data[name] == torch.float32 for name in multiplied)
+        multiplied = node.operands[:3] if OPS[node.op].has("multiplies") else ()
+        return any(data[name] == torch.float32 for name in multiplied)  # no masks, no statistics
 
     @cached_property
     def _wide(self) -> frozenset[str]:

@@ -75,7 +75,7 @@ def test_schedules_that_are_measured_are_right() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_convolutions_are_right(seed: int) -> None:
-    """Of the first schedules, and one of those that are no one's first."""
+    """By the first schedule, and by one of all."""
     random = Random(seed)
     kernel = random.randint(1, 9), random.randint(1, 7)
     shape = (random.randint(1, 5), 8 * random.choice((1, 2, 3, 5)), *(random.randint(9, 40),) * 2)

@@ -59,6 +59,12 @@ PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "second": lambda x, w: w[:, :4] @ x,
     "viewed": lambda x, w: x.view(8, 3) @ w[:3],
     "convolved": lambda x, w: F.conv1d(x.view(1, 4, 6), w.view(3, 4, 3)),
+    "attended": lambda x, w: F.scaled_dot_product_attention(
+        x[None, None], *w.expand(2, 1, 1, 6, 6)
+    ),
+    "values": lambda x, w: F.scaled_dot_product_attention(
+        *x.expand(2, 1, 1, 4, 6), w[None, None, :4]
+    ),
 }
 
 
