@@ -392,9 +392,15 @@ def on(device_index: int) -> Workers:
     """The workers of a GPU."""
     with _pools_lock:
         if device_index not in _pools:
-            most = min(MOST, (os.cpu_count() or 2) // _beside - 1, _held(device_index))
+            most = min(MOST, cores() // _beside - 1, _held(device_index))
             _pools[device_index] = Workers(device_index, max(1, most))
         return _pools[device_index]
+
+
+def cores() -> int:
+    """Processors that this process may run on: a batch system or a container may give it a few."""
+    mine = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(mine(0)) if mine is not None else os.cpu_count() or 2
 
 
 def _held(device_index: int) -> int:

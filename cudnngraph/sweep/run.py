@@ -7,7 +7,6 @@ or ends a process, is barred on this GPU from then on (:mod:`~cudnngraph.backend
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections import Counter, deque
@@ -41,7 +40,7 @@ from ..rewrite.passes import legalize
 from ..select.processes import Server, Unusable, program
 from ..select.rules import why_not_cudnn, why_split
 from ..select.worker import from_choice, to_choice
-from ..select.workers import MOST, Answer, Workers
+from ..select.workers import MOST, Answer, Workers, cores
 from .declare import Sample
 from .patterns import samples
 
@@ -144,7 +143,7 @@ class OnGpu:
 
     def __init__(self, device_index: int, server: Server | None = None) -> None:
         self._index = device_index
-        self.most = max(1, min(MOST, (os.cpu_count() or 2) - 1))
+        self.most = max(1, min(MOST, cores() - 1))
         server = server or Server(partial(program, module="sweep.worker"))
         self._workers = Workers(device_index, self.most, server)
 

@@ -192,7 +192,7 @@ def test_several_work_at_a_time_and_none_is_left_when_idle(tmp_path: Path) -> No
 def test_processes_that_tune_at_a_time_share_the_processors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(workers.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(workers, "cores", lambda: 16)
     monkeypatch.setattr(workers, "_beside", 1)
     found = {}
     for count in (1, 4, 8, 16, 64):
@@ -202,11 +202,22 @@ def test_processes_that_tune_at_a_time_share_the_processors(
     assert found == {1: workers.MOST, 4: 3, 8: 1, 16: 1, 64: 1}, "each has one of its own"
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no processes")
+def test_processors_are_those_that_the_process_may_run_on() -> None:
+    mine = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(mine)})
+        assert workers.cores() == 1
+    finally:
+        os.sched_setaffinity(0, mine)
+    assert workers.cores() == len(mine)
+
+
 @pytest.mark.parametrize(("gib", "most"), [(2, 1), (8, 3), (24, 10), (80, workers.MOST)])
 def test_no_more_processes_than_a_quarter_of_the_memory_holds(
     gib: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(workers, "cores", lambda: 64)
     monkeypatch.setattr(workers, "_beside", 1)
     monkeypatch.setattr(workers, "_pools", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
