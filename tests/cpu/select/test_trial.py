@@ -244,6 +244,63 @@ def test_what_float32_cannot_hold_is_not_compared() -> None:
     assert why(Plan(spec)) is None
 
 
+def of_sums(result: torch.dtype, times: float = 12.0, around: float = 0.0) -> GraphSpec:
+    """exp of sums of 16-bit numbers, of which float32 cannot hold some where ``times`` is 12."""
+    g = cg.Graph("g")
+    x = g.input("x", (512, 64), BF16)
+    sums = g.reduction(g.mul(g.cast(x, F32), times), 1)
+    if around:
+        sums = g.sub(g.add(sums, around), around)
+    g.output("y", g.cast(g.exp(sums), result))
+    return g.spec()
+
+
+@pytest.mark.parametrize("result", [F32, F16], ids=str)
+def test_results_that_are_too_large_for_their_dtype_are_not_compared(result: torch.dtype) -> None:
+    spec = of_sums(result)
+    (x,) = random_inputs(spec, CPU)
+    (exact,) = reference.run(spec, [x], torch.float64)
+    large = exact > torch.finfo(result).max
+    assert bool(large.any()) and float((~large).float().mean()) > 0.2
+    assert why(Plan(spec)) is None
+
+    def off_elsewhere(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+        y = plan.result(pointers)
+        y.copy_(torch.where(y.isfinite(), y * 1.01, y))
+
+    assert "is off by 0.01" in str(why(Plan(spec, off_elsewhere)))
+
+
+def test_an_infinity_that_torch_does_not_make_is_wrong() -> None:
+    def overflows(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+        y = plan.result(pointers)
+        y.copy_(torch.where(y > 1e20, math.inf, y))
+
+    said = why(Plan(of_sums(F32), overflows))
+    assert said is not None and said.startswith("wrong: 'y' is off by inf, at most "), said
+
+
+def test_what_exp_makes_of_the_rounding_of_sums_is_as_good_as_torchs() -> None:
+    """Of 16-bit data, too: torch's own results are farther off than 1e-5."""
+    spec = of_sums(F32, times=0.7, around=1000.0)
+    inputs = random_inputs(spec, CPU)
+    (exact,), (off,) = (reference.run(spec, inputs, dtype) for dtype in (torch.float64, F32))
+    held = off.isfinite()
+    theirs = relative_error(off[held], exact[held])
+    assert 1e-5 < theirs < 1e-3
+
+    def farther(times: float) -> Callable[[Plan, Sequence[int], int], None]:
+        def then(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+            made = torch.where(held, exact + times * (off - exact), off)
+            plan.result(pointers).copy_(made)
+
+        return then
+
+    assert why(Plan(spec, farther(1.45))) is None
+    said = f"wrong: 'y' is off by {1.55 * theirs:.2g}, at most {1.5 * theirs:.2g} is right"
+    assert why(Plan(spec, farther(1.55))) == said
+
+
 @pytest.mark.parametrize("power", [-6, 0, 6])
 def test_numbers_of_one_magnitude(power: int) -> None:
     spec = pointwise(F32, lambda x: x.tanh() * 2.0)
