@@ -62,9 +62,13 @@ def _head(results: Results) -> list[str]:
     if results.device == "CPU" and not results.tiny:
         by = "real sizes in float32 by the reference executor"
     lines = [f"{results.device}; {by}, random weights.", ""]
+    commands: dict[str, list[str]] = {}  # by dates and versions
     for run in results.to_dict()["runs"]:
         versions = ", ".join(f"{name} {value}" for name, value in run.get("versions", {}).items())
-        lines += [f"- {run.get('date', '')}: {versions}", f"  `{run.get('command', '')}`"]
+        called = commands.setdefault(f"- {run.get('date', '')}: {versions}", [])
+        called.append(f"  - `{run.get('command', '')}`")
+    for told, called in commands.items():
+        lines += [told, *called]
     text = "Each model has processes of its own. Parity is the relative error to a wide dtype."
     if our_ways(list(results.rows.values())):
         text += (

@@ -383,6 +383,18 @@ def test_notes_of_a_person_stay_on_the_page() -> None:
     assert page.with_notes("new\n", "old\n\n## Notes\n\nmine\n") == "new\n\n## Notes\n\nmine\n"
 
 
+def test_runs_of_one_day_and_of_the_same_versions_are_told_together() -> None:
+    found = made(row("A", heuristic=way(1.0)))
+    found.merge(made(row("B", heuristic=way(1.0))))
+    found.merge(made(row("C", heuristic=way(1.0)), date="2026-01-02"))
+    told = [line for line in page.page(found).splitlines() if line.lstrip().startswith("- ")][:5]
+    command = "  - `cudnngraph bench zoo`"
+    assert told == [
+        *("- 2026-01-01: torch 2.11", command, command),
+        *("- 2026-01-02: torch 2.11", command),
+    ]
+
+
 def test_runs_are_merged_by_what_is_further() -> None:
     two, three = way(1.0), way(2.0)
     first = made(row("a", eager=two, heuristic=two), row("b", "failed"), row("c", "done"))
