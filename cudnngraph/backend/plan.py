@@ -223,7 +223,7 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
         extras.sort(key=lambda extra: extra.uid)
         uids = tuple(range(1, int(described["uids"]) + 1))
         graph = frontend.pygraph(handle=handle)
-        graph.deserialize(list(body))
+        graph.deserialize(bytearray(body))  # bytes are refused, a list of them is slower to read
         return Plan(graph, None, choice, device_index, uids, extras)
     except (frontend.cudnnGraphNotSupportedError, RuntimeError, ValueError, KeyError) as error:
         raise NotSupported("a serialized plan", [first_line(str(error))], str(error)) from None
