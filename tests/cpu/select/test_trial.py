@@ -301,6 +301,31 @@ def test_what_exp_makes_of_the_rounding_of_sums_is_as_good_as_torchs() -> None:
     assert why(Plan(spec, farther(1.55))) == said
 
 
+def test_means_of_rounded_numbers_may_be_off_by_their_rounding() -> None:
+    """As a batch norm's statistics of what a bias has been added to in 16 bits."""
+    g = cg.Graph("g")
+    x, bias = g.input("x", (64, 32), BF16), g.input("bias", (32,), BF16)
+    made = g.add(x, bias)
+    g.output("made", made, dtype=BF16)
+    g.output("mean", g.reduction(made, 0, "mean"), dtype=F32)
+    spec = g.spec()
+    inputs = random_inputs(spec, CPU)
+    (_, exact), (_, rounded) = (reference.run(spec, inputs, kind) for kind in (torch.float64, None))
+    theirs = relative_error(rounded, exact)
+    assert 3e-5 < theirs < 3e-3, "beyond what float32 alone is off by"
+
+    def farther(times: float) -> Callable[[Plan, Sequence[int], int], None]:
+        def then(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+            plan.result(pointers, 1).copy_(exact + times * (rounded - exact))
+
+        return then
+
+    assert why(Plan(spec)) is None, "rounded, as torch does"
+    assert why(Plan(spec, farther(0.0))) is None, "or not"
+    said = f"wrong: 'mean' is off by {1.55 * theirs:.2g}, at most {1.5 * theirs:.2g} is right"
+    assert why(Plan(spec, farther(1.55))) == said
+
+
 @pytest.mark.parametrize("power", [-6, 0, 6])
 def test_numbers_of_one_magnitude(power: int) -> None:
     spec = pointwise(F32, lambda x: x.tanh() * 2.0)
