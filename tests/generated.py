@@ -28,7 +28,8 @@ from cudnngraph.runtime.process import PROCESS
 from cudnngraph.select.decision import Selection, StepPlan
 from cudnngraph.select.heuristic import Builds, by_torch, choose
 from cudnngraph.select.kernels import Kernels
-from tests import host_kernels, simulated
+from cudnngraph.select.trial import StepTrial
+from tests import host_kernels, simulated, trials
 
 PROCESSORS = 4  # of the GPU that stands behind it: few, so that small tensors have wide lanes
 
@@ -95,6 +96,37 @@ def _launch(
         reference.run_into(spec, inputs, outputs)
     else:
         host_kernels.run(source, [*inputs, *outputs])
+
+
+class OnTrial:
+    """A kernel as the check of a GPU's steps runs it, on the CPU."""
+
+    workspace_bytes = 0
+
+    def __init__(self, step: StepPlan) -> None:
+        assert step.choice is not None
+        self._spec = step.spec
+        self._source = host_kernels.expect(patterns.source(step.spec, step.choice))
+
+    def pointers(self, tensors: Sequence[int]) -> list[int]:
+        return list(tensors)
+
+    def execute(self, pointers: Any, workspace: int, handle: object) -> None:
+        names = (*self._spec.inputs, *self._spec.outputs)
+        tensors = [
+            trials.at(pointer, self._spec.tensors[name])
+            for pointer, name in zip(pointers, names, strict=True)
+        ]
+        host_kernels.run(self._source, tensors)
+
+
+def refused(kernels: Sequence[StepPlan], policy: cg.Policy) -> list[str]:
+    """What is said of the kernels that a GPU's check would take to be wrong."""
+    tried = [(step, OnTrial(step)) for step in kernels]  # all are compiled before the first runs
+    found = [
+        (step, StepTrial(step.spec, policy, trials.CPU).why_wrong(each)) for step, each in tried
+    ]
+    return [f"{'+'.join(n.op for n in step.spec.nodes)}: {why}" for step, why in found if why]
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
