@@ -29,6 +29,7 @@ from ...models.fused import Fused
 from ...runtime import comparison
 from ...runtime.process import cache_clear
 from ...runtime.state import agree
+from ...select.heuristic import GENERATED
 from ...select.tolerance import relative_error
 from ...settings import override
 from ..measure import Call, kernels_of, times_us
@@ -262,11 +263,19 @@ def _timed(
 
 
 def _steps(fused: Fused) -> Found:
-    """What runs our steps, where their plans are from, and the ops that stay torch's own."""
+    """What runs our steps, where their plans are from, the ops that stay torch's own, and why the
+    check of kernels refused some, whose ops run by plans or one by one."""
     report = fused.report
     assert report is not None
     names = Counter(name for name, _ in report.opaque)
-    return {"steps": dict(report.counts), "tier": report.tier, "opaque": dict(names)}
+    refused = Counter(
+        made.reason
+        for step in report.steps
+        for made in step.decisions
+        if made.subject == GENERATED and made.choice is not None
+    )
+    found: Found = {"steps": dict(report.counts), "tier": report.tier, "opaque": dict(names)}
+    return {**found, "refused": dict(refused)} if refused else found
 
 
 # -- parity ----------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def page(results: Results, image: str = "") -> str:
     lines += ["## Summary", "", *(f"- {line}" for line in shown), ""]
     if our_ways(rows):
         lines += _times(rows) + _kernels(rows) + _starts(rows) + _memory(rows)
-    lines += _parity(rows) + _models(rows)
+    lines += _parity(rows) + _models(rows) + _refused(rows)
     lines += _reasons(rows)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -279,6 +279,18 @@ def _models(rows: Sequence[Row]) -> list[str]:
         body.append([row["name"], row["library"], row["dtype"], what, count, made, left])
     head = ["model", "library", "dtype", "inputs", "parameters", "steps", "ops of torch's own"]
     return ["## Models", "", *table(head, body)]
+
+
+def _refused(rows: Sequence[Row]) -> list[str]:
+    """The generated kernels that their check has refused."""
+    found = [
+        f"- {row['name']}, {WAYS[name].title}: {count} x {reason}"
+        for row in rows
+        for name, way in _ours(row)
+        for reason, count in way.get("refused", {}).items()
+    ]
+    text = "What they compute runs by plans or op by op."
+    return ["## Kernels that were refused", "", text, "", *found, ""] if found else []
 
 
 def _reasons(rows: Sequence[Row]) -> list[str]:

@@ -8,13 +8,15 @@ import os
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from cudnngraph.bench.zoo import check, page, results
+from cudnngraph.backend.plan import KERNEL, Choice
+from cudnngraph.bench.zoo import check, one, page, results
 from cudnngraph.bench.zoo.entries import Called, Entry, Input, Size
 from cudnngraph.bench.zoo.one import Job, Told, done
 from cudnngraph.bench.zoo.registry import DEFAULT, ZOO, chosen, entries
@@ -22,6 +24,8 @@ from cudnngraph.bench.zoo.results import Results
 from cudnngraph.bench.zoo.ways import WAYS
 from cudnngraph.bench.zoo.weights import Untelling, check_telling, prepared
 from cudnngraph.cli import main
+from cudnngraph.select.decision import Decision
+from cudnngraph.select.heuristic import GENERATED
 from tests import python
 from tests.small_zoo import RIGHT, Plain
 
@@ -294,6 +298,7 @@ FULL = made(
                 **way(1000.0, 80.0, 4.0, 1.0),
                 "loads": False,
                 "opaque": {"aten.roll.default": 2},
+                "refused": {"wrong: 't1' is off by inf, at most 1e-05 is right": 2},
             },
         ),
         "parameters": 5_300_000,
@@ -361,6 +366,7 @@ def test_the_page_is_made_of_the_results_alone(tmp_path: Path) -> None:
         "| B / big | float32 | 2.0e-04 | 2.0e-04 | 2.0e-04 | 2.0e-04 |",
         "| A | timm | float16 | images 2 x 3 | 5.3 M | 2 cuDNN, 1 torch | 2 aten.roll.default |",
         "| B / big | timm | float16 | images 2 x 3, 4 of 32 layers | - | - | - |",
+        "- A, cudnngraph, autotuned: 2 x wrong: 't1' is off by inf, at most 1e-05 is right",
         "- B | big, torch.compile max-autotune: takes more than 300 s",
         "- C, cudnngraph, heuristic: CannotImport: x y",
         "- D: timm is not installed",
@@ -393,6 +399,21 @@ def test_runs_of_one_day_and_of_the_same_versions_are_told_together() -> None:
         *("- 2026-01-01: torch 2.11", command, command),
         *("- 2026-01-02: torch 2.11", command),
     ]
+
+
+def test_kernels_that_their_check_refused_are_counted() -> None:
+    why = "wrong: 't1' is off by inf, at most 1e-05 is right"
+    refused = Decision(GENERATED, False, why, Choice(KERNEL, ()))
+    none = Decision(GENERATED, False, "an op that kernels do not have")
+    taken = Decision("engine 4", True, "cuDNN's first", Choice(4, ()))
+    steps = [
+        SimpleNamespace(decisions=made) for made in ((refused, none), (refused, taken), (taken,))
+    ]
+    report = SimpleNamespace(counts={"torch": 3}, tier="built", opaque=(), steps=steps)
+    assert one._steps(cast(Any, SimpleNamespace(report=report))) == {
+        **{"steps": {"torch": 3}, "tier": "built", "opaque": {}},
+        "refused": {why: 2},
+    }
 
 
 def test_runs_are_merged_by_what_is_further() -> None:
