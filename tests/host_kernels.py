@@ -27,6 +27,7 @@ from cudnngraph.kernels.banded import PRODUCTS
 from cudnngraph.kernels.gather import CLUSTER
 from cudnngraph.kernels.scalars import PRELUDE
 from cudnngraph.kernels.source import DYNAMIC, Source
+from cudnngraph.kernels.tap_products import COLUMNS
 
 HOST = r"""
 #include <cmath>
@@ -158,6 +159,19 @@ D void load_rows(u32 (&a)[4], const void* at) {
   for (u32 m = 0; m < 4; ++m)
     memcpy(&a[m], (const u32*)rows_at[first + 8 * m + lane / 4] + lane % 4, 4);
   meet(51);
+}
+template <int N> D void load_columns(u32 (&a)[N], const void* at) {
+  u32 me = threadIdx.x, first = me / 32 * 32, lane = me % 32;
+  if ((uintptr_t)at % 16) wrong = MISALIGNED;
+  rows_at[me] = at;
+  meet(53);
+  for (u32 m = 0; m < N; ++m) {
+    u32 two[2];
+    for (u32 k = 0; k < 2; ++k)
+      two[k] = ((const unsigned short*)rows_at[first + 8 * m + lane % 4 * 2 + k])[lane / 4];
+    a[m] = two[0] | two[1] << 16;
+  }
+  meet(54);
 }
 template <class T> D float half_of(T, u32 two, u32 second) {
   unsigned short bits = second ? two >> 16 : two & 0xffff;
@@ -353,7 +367,7 @@ def _compile(sources: Sequence[Source]) -> None:
     for at, source in enumerate(sources):
         assert PRELUDE in source.text
         own = source.text.replace(PRELUDE, "").replace('extern "C" ', "").replace(CLUSTER, "")
-        own = own.replace(PRODUCTS, "")
+        own = own.replace(PRODUCTS, "").replace(COLUMNS, "")
         sized = DYNAMIC.replace("extern ", "").replace("[]", f"[{source.shared_bytes // 16}]")
         own = own.replace(DYNAMIC, sized)
         scratch = ", workspace" if source.several else ""

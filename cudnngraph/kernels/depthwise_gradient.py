@@ -8,7 +8,7 @@ launch adds up those of the blocks. Both have a fixed order, so results are the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..ir.spec import GraphSpec, TensorSpec
 from .rows import WARP
@@ -43,7 +43,8 @@ class _Kernel:
         launches = [Launch(names[0], blocks, dealt.threads)]
         if not alone:
             deep = min(DEEP, dealt.chunks)
-            texts.append(self._function(names[1], self._last(deep), f"{WARP * deep}", alone))
+            last = sums_of_blocks(self._region, dealt.chunks, deep, self._places)
+            texts.append(self._function(names[1], last, f"{WARP * deep}", alone))
             launches.append(Launch(names[1], -(-count // WARP), WARP * deep))
         text = text_of(len(self._places), texts)
         several = () if alone else tuple(launches)
@@ -245,39 +246,48 @@ class _Kernel:
         yield f"    const u32 c = k0 + part % {vectors}u * {lanes}u + number % {lanes}u;"
         yield f"    if (r < {rows}u && c < {channels}u)"
         if alone:
-            yield f"      {self._put('c', 'r', 's')}"
+            yield f"      {put(region, self._places, 'c', 'r', 's')}"
         else:
             at = f"(r * {columns}u + s) * {channels}u + c"
             yield f"      sums[chunk * {self._region.count}u + {at}] = total;"
         yield "  }"
         yield "}"
 
-    def _put(self, c: str, r: str, s: str) -> str:
-        dw = self._region.dw
-        by, _, by_row, by_column = dw.stride
-        at = f"{c} * {by}u + {r} * {by_row}u + {s} * {by_column}u"
-        return f"put({self._pointer(dw)}[{at}], total);"
 
-    def _last(self, deep: int) -> list[str]:
-        """Add up the sums of all blocks, and write them."""
-        count, channels, columns = self._region.count, self._region.channels, self._region.kernel[1]
-        row, column = f"(tap / {columns}u)", f"(tap % {columns}u)"
-        return [
-            f"__shared__ float parts[{deep}][{WARP}];",
-            f"const u32 own = threadIdx.x % {WARP}u, part = threadIdx.x / {WARP}u;",
-            f"const u32 at = blockIdx.x * {WARP}u + own;",
-            "float total = 0.0f;",
-            f"if (at < {count}u) {{",
-            "  #pragma unroll 4",
-            f"  for (u32 i = part; i < {self._dealt.chunks}u; i += {deep}u)",
-            f"    total += sums[i * {count}u + at];",
-            "}",
-            "parts[part][own] = total;",
-            "__syncthreads();",
-            f"if (part == 0 && at < {count}u) {{",
-            "  total = 0.0f;",
-            f"  for (u32 i = 0; i < {deep}u; ++i) total += parts[i][own];",
-            f"  const u32 c = at % {channels}u, tap = at / {channels}u;",
-            f"  {self._put('c', row, column)}",
-            "}",
-        ]
+def pointers_in(region: Region, places: Mapping[str, int]) -> list[str]:
+    """Lines that type the addresses of a region's tensors."""
+    tensors = dict.fromkeys((region.dy, region.x, region.dw))
+    found = [(places[tensor.name], tensor) for tensor in tensors]
+    return [pointer(at, tensor, f"a.p[{at}]") for at, tensor in found]
+
+
+def put(region: Region, places: Mapping[str, int], c: str, r: str, s: str) -> str:
+    """Write the ``total`` of a tap."""
+    by, _, by_row, by_column = region.dw.stride
+    at = f"{c} * {by}u + {r} * {by_row}u + {s} * {by_column}u"
+    return f"put(p{places[region.dw.name]}[{at}], total);"
+
+
+def sums_of_blocks(region: Region, chunks: int, deep: int, places: Mapping[str, int]) -> list[str]:
+    """Add up the ``sums`` of so many blocks, by so many threads a tap, and write them."""
+    count, channels, columns = region.count, region.channels, region.kernel[1]
+    row, column = f"(tap / {columns}u)", f"(tap % {columns}u)"
+    return [
+        f"__shared__ float parts[{deep}][{WARP}];",
+        f"const u32 own = threadIdx.x % {WARP}u, part = threadIdx.x / {WARP}u;",
+        f"const u32 at = blockIdx.x * {WARP}u + own;",
+        "float total = 0.0f;",
+        f"if (at < {count}u) {{",
+        "  #pragma unroll 4",
+        f"  for (u32 i = part; i < {chunks}u; i += {deep}u)",
+        f"    total += sums[i * {count}u + at];",
+        "}",
+        "parts[part][own] = total;",
+        "__syncthreads();",
+        f"if (part == 0 && at < {count}u) {{",
+        "  total = 0.0f;",
+        f"  for (u32 i = 0; i < {deep}u; ++i) total += parts[i][own];",
+        f"  const u32 c = at % {channels}u, tap = at / {channels}u;",
+        f"  {put(region, places, 'c', row, column)}",
+        "}",
+    ]

@@ -24,6 +24,7 @@ from . import (
     row_lists,
     row_sums,
     split,
+    tap_products,
     tap_sums,
     tiles,
 )
@@ -49,11 +50,24 @@ from .rows import (
 from .scalars import NARROW, ROUNDED
 from .source import Source
 from .split import Split
+from .tap_products import TapProducts
 from .tap_sums import TapSums
 from .tape import Cut, Refused
 from .tiling import Tiling, tiles_of, tilings, why_tiles_first
 
-Pattern = Schedule | Split | Tiling | Strips | Banded | TapSums | Pieces | Patches | Bins | Lists
+Pattern = (
+    Schedule
+    | Split
+    | Tiling
+    | Strips
+    | Banded
+    | TapSums
+    | TapProducts
+    | Pieces
+    | Patches
+    | Bins
+    | Lists
+)
 
 #: The knobs of a choice by the pattern that they are the schedule of.
 _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
@@ -66,6 +80,7 @@ _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     Bins: ("table_rows", "columns", "threads"),
     Lists: ("listed_rows", "columns", "numbers", "threads"),
     Patches: ("lanes", "patch_wide", "patch_high", "threads"),
+    TapProducts: ("high", "stage", "vectors", "warps"),
     TapSums: ("lanes", "taps", "wide", "high", "vectors", "threads", "resident", "blocks"),
 }
 
@@ -150,7 +165,9 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
     if row_sums.has_sum(spec):
         return list(found | dict.fromkeys(map(choice_of, row_lists.schedules(spec, processors))))
     if tap_sums.has_gradient(spec):
-        sums = tap_sums.schedules(spec, processors)
+        sums: list[Pattern] = [*tap_sums.schedules(spec, processors)]
+        with suppress(Refused):
+            sums[1:1] = tap_products.schedules(spec, processors)
         return list(found | dict.fromkeys(map(choice_of, sums)))
     if depthwise.has_depthwise(spec):
         return list(found | dict.fromkeys(map(choice_of, _depthwise(spec, processors))))
@@ -222,6 +239,8 @@ def _written(spec: GraphSpec, schedule: Pattern) -> Source:
         return banded.write(spec, schedule)
     if isinstance(schedule, TapSums):
         return depthwise_gradient.write(spec, schedule)
+    if isinstance(schedule, TapProducts):
+        return tap_products.write(spec, schedule)
     if isinstance(schedule, Bins):
         return row_sums.write(spec, schedule)
     if isinstance(schedule, Lists):
