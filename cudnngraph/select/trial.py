@@ -33,6 +33,7 @@ from .tolerance import (
     STRICT_TOLERANCE_OF_SUMS,
     TOLERANCE,
     TORCH_FACTOR,
+    distance,
     flattens,
     is_pointwise,
     is_strict,
@@ -269,7 +270,7 @@ class StepTrial:
                 error = relative_error(out, want)
             self.error = max(self.error, error)
             if in_float32 and not error <= bound:
-                bound = max(bound, self._bound_by_torch(number, want, held))
+                bound = max(bound, self._bound_by_torch(number, out, want, held))
             if not error <= bound:
                 return f"wrong: '{spec.name}' is off by {error:.2g}, at most {bound:.2g} is right"
         return None
@@ -281,7 +282,9 @@ class StepTrial:
             return None
         return self._in_float32()[number].abs() <= torch.finfo(out.dtype).max
 
-    def _bound_by_torch(self, number: int, want: torch.Tensor, held: torch.Tensor | None) -> float:
+    def _bound_by_torch(
+        self, number: int, out: torch.Tensor, want: torch.Tensor, held: torch.Tensor | None
+    ) -> float:
         """The largest error of a float32 result by what torch's own has, of the elements ``held``.
 
         Functions of large sums, as exp, make much of the rounding of these; and statistics of what
@@ -290,7 +293,10 @@ class StepTrial:
         if _corner_heads(self.spec) is not None:
             return TOLERANCE[torch.float32] if self._strict else 0.0
         theirs = self._as_declared()[number]
-        bound = TORCH_FACTOR * relative_error(theirs if held is None else theirs[held], want)
+        off, size = distance(theirs if held is None else theirs[held], want)
+        if not size:  # there is nothing that an error may be a part of
+            return math.inf if distance(out, want)[0] <= TORCH_FACTOR * off < math.inf else 0.0
+        bound = TORCH_FACTOR * off / size if off < math.inf else 0.0
         if is_pointwise(self.spec) or not self._strict:
             return bound
         return max(bound, STRICT_TOLERANCE_OF_SUMS, rounding_of_sums(self.spec))

@@ -326,6 +326,20 @@ def test_means_of_rounded_numbers_may_be_off_by_their_rounding() -> None:
     assert why(Plan(spec, farther(1.55))) == said
 
 
+@pytest.mark.parametrize(("times", "right"), [(1.45, True), (1.55, False)])
+def test_what_should_be_zero_may_be_as_far_from_it_as_torchs(times: float, right: bool) -> None:
+    spec = pointwise(F32, lambda x: ((x + 64.0) - 64.0) - x)
+
+    def farther(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+        (off,) = reference.run(spec, given_to(plan, pointers), F32)
+        plan.result(pointers).copy_(times * off)
+
+    (exact,) = reference.run(spec, random_inputs(spec, CPU), torch.float64)
+    assert not bool(exact.any())
+    said = why(Plan(spec, farther))
+    assert said is None if right else "'y' is off by inf" in str(said)
+
+
 @pytest.mark.parametrize("power", [-6, 0, 6])
 def test_numbers_of_one_magnitude(power: int) -> None:
     spec = pointwise(F32, lambda x: x.tanh() * 2.0)
