@@ -22,7 +22,7 @@ from operator import itemgetter
 import torch
 
 from ..device.rules import has_matrix_products, rules
-from ..ir.spec import GraphSpec
+from ..ir.spec import GraphSpec, TensorSpec
 from .depthwise import Region, Strips, StripWriter, region_of
 from .rows import WARP
 from .scalars import MEMORY
@@ -83,7 +83,7 @@ def schedules(spec: GraphSpec, processors: int) -> list[Banded]:
     count, channels, height, width = region.conv.shape
     across = -(-width // ACROSS)
     wide = -(-across // -(-across // PLACES))
-    room = _room(wide)
+    room = room_for(wide)
     found: list[tuple[float, Banded]] = []
     for rows, images, vectors in product(ROWS, IMAGES, VECTORS):
         if channels % (LANES * vectors) or images > count or images * room > PLACES:
@@ -103,12 +103,20 @@ def schedules(spec: GraphSpec, processors: int) -> list[Banded]:
     return list(islice(tried, MOST))
 
 
+def check_products(*multiplied: TensorSpec) -> None:
+    """Raise :class:`Refused` where tensor cores do not multiply such tensors."""
+    if not has_matrix_products():
+        raise Refused("a GPU without products of such matrices")
+    if {tensor.dtype for tensor in multiplied} not in ({torch.float16}, {torch.bfloat16}):
+        raise Refused("tensor cores multiply 16-bit numbers of one dtype")
+
+
 def _shared_out(vectors: int, warps: int) -> bool:
     """Whether all warps have as many channels, and a thread one vector."""
     return LANES * vectors % warps == 0 and WARP * warps % vectors == 0
 
 
-def _room(wide: int) -> int:
+def room_for(wide: int) -> int:
     """Of how many places sixteen have room for a row of some."""
     return 1 << (wide - 1).bit_length()
 
@@ -116,11 +124,7 @@ def _room(wide: int) -> int:
 def _check(region: Region) -> None:
     """Raise :class:`Refused` for what is no such product."""
     conv, (_, columns) = region.conv, region.taps_shape
-    kinds = {region.x.dtype, region.taps.dtype}
-    if not has_matrix_products():
-        raise Refused("a GPU without products of such matrices")
-    if kinds not in ({torch.float16}, {torch.bfloat16}):
-        raise Refused("tensor cores multiply 16-bit numbers of one dtype")
+    check_products(region.x, region.taps)
     if (*conv.stride, *conv.dilation) != (1, 1, 1, 1):
         raise Refused("a band has every tap and every place")
     if region.lanes % LANES or columns >= PAIRS:
@@ -143,7 +147,7 @@ class _Layout:
     def of(cls, region: Region, schedule: Banded) -> _Layout:
         """The layout of which sixteen places are read with the fewest conflicts."""
         taps = region.taps_shape[0]
-        rows, room = schedule.high + taps - 1, _room(schedule.wide)
+        rows, room = schedule.high + taps - 1, room_for(schedule.wide)
         groups = schedule.high // schedule.rows
 
         def conflicts(row: int, image: int) -> int:
@@ -163,11 +167,42 @@ class _Layout:
         row, image = min(tried, key=lambda each: (conflicts(*each), each))
         results = 2 * schedule.wide * schedule.high  # float32 in place of what they are made of
         channel = schedule.images * max(image, results)
-        vector = LANES * channel
-        if schedule.vectors > 1:  # lanes of vectors side by side write to different banks
-            vector += -(-BANKS // (4 * schedule.vectors))
+        vector = pieces_of_a_vector(channel, schedule.vectors)
         numbers = schedule.vectors * LANES * taps * PAIRS * 4
         return cls(row, image, channel, vector, room, 16 * schedule.vectors * vector + numbers)
+
+
+def pieces_of_a_vector(channel: int, vectors: int) -> int:
+    """The pieces from a vector of channels to the next, of which a channel takes so many: lanes of
+    vectors side by side write to different banks."""
+    return LANES * channel + (-(-BANKS // (4 * vectors)) if vectors > 1 else 0)
+
+
+def pairs_in_turn(pairs: int, threads: int) -> list[str]:
+    """Lines that deal pairs of columns to threads, all of which have some lines of an image or, if
+    there are more, all lines; what follows is a block of their own."""
+    if pairs >= threads:
+        return [
+            "const u32 begin = 0u;",
+            f"for (u32 unit = threadIdx.x; unit < {pairs}u; unit += {threads}u) {{",
+        ]
+    return [
+        f"const u32 unit = threadIdx.x % {pairs}u, begin = threadIdx.x / {pairs}u;",
+        f"if (begin < {threads // pairs}u) {{",
+    ]
+
+
+def side_by_side(channel: int) -> list[str]:
+    """Lines that write two pixels of eight channels, ``one[b]`` and ``two[b]``, to ``at``, where a
+    channel has so many pieces."""
+    return [
+        "#pragma unroll",
+        f"for (int j = 0; j < {LANES // 2}; ++j) {{",
+        "  const u32 a = ((const u32*)&one[b])[j], c = ((const u32*)&two[b])[j];",
+        f"  at[{8 * channel} * j] = lows(a, c);",
+        f"  at[{8 * channel} * j + {4 * channel}] = highs(a, c);",
+        "}",
+    ]
 
 
 def clocks(spec: GraphSpec, schedule: Banded, processors: int) -> float:
@@ -196,7 +231,7 @@ def write(spec: GraphSpec, schedule: Banded) -> Source:
     many = LANES * schedule.vectors
     if min(vars(schedule).values()) < 1 or schedule.high % schedule.rows:
         raise Refused("a schedule without places")
-    if schedule.images * schedule.high // schedule.rows * _room(schedule.wide) > PLACES:
+    if schedule.images * schedule.high // schedule.rows * room_for(schedule.wide) > PLACES:
         raise Refused("more than sixteen places")
     if region.conv.shape[1] % many or not _shared_out(schedule.vectors, schedule.warps):
         raise Refused(f"{schedule.vectors} vectors of channels")
@@ -299,12 +334,7 @@ class _Banded(StripWriter):
         count, _, height, width = x.shape
         yield f"const int y0 = (int)(down * {schedule.high}u) - {top};"
         yield f"const int x0 = (int)(right * {ACROSS * schedule.wide}u) - {left};"
-        if units < threads:
-            yield f"const u32 unit = threadIdx.x % {units}u, begin = threadIdx.x / {units}u;"
-            yield f"if (begin < {at_once}u) {{"
-        else:
-            yield "const u32 begin = 0u;"
-            yield f"for (u32 unit = threadIdx.x; unit < {units}u; unit += {threads}u) {{"
+        yield from pairs_in_turn(units, threads)
         yield f"  const u32 pair = unit / {schedule.vectors}u;"
         yield "  const int x = x0 + 2 * (int)pair;"
         also = f" && 2u * pair < {needed}u" if needed < ACROSS * (schedule.wide + 1) else ""
@@ -339,12 +369,7 @@ class _Banded(StripWriter):
         if schedule.images > 1:
             where = f"l / {rows}u * {4 * layout.image}u + l % {rows}u * {4 * layout.row}u"
         yield f"      u32* const at = to + ({where});"
-        yield "      #pragma unroll"
-        yield f"      for (int j = 0; j < {LANES // 2}; ++j) {{"
-        yield "        const u32 a = ((const u32*)&one[b])[j], c = ((const u32*)&two[b])[j];"
-        yield f"        at[{8 * layout.channel} * j] = lows(a, c);"
-        yield f"        at[{8 * layout.channel} * j + {4 * layout.channel}] = highs(a, c);"
-        yield "      }"
+        yield from ("      " + line for line in side_by_side(layout.channel))
         yield "    }"
         yield "  }"
         yield "}"

@@ -8,7 +8,8 @@ launch adds up those of the blocks. Both have a fixed order, so results are the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ..ir.spec import GraphSpec, TensorSpec
 from .rows import WARP
@@ -34,34 +35,11 @@ class _Kernel:
 
     def source(self) -> Source:
         """Write it."""
-        dealt, count = self._dealt, self._region.count
-        blocks, alone = dealt.parts * dealt.chunks, dealt.chunks == 1
-        names = [NAME] if alone else [f"{NAME}_{at}" for at in range(2)]
-        body = [*self._begun(), *self._tiles(), *self._added_up(alone)]
+        dealt = self._dealt
+        body = [*self._begun(), *self._tiles(), *self._added_up(dealt.chunks == 1)]
         bounds = f"{dealt.threads}, {self._plan.resident}"
-        texts = [self._function(names[0], body, bounds, alone)]
-        launches = [Launch(names[0], blocks, dealt.threads)]
-        if not alone:
-            deep = min(DEEP, dealt.chunks)
-            last = sums_of_blocks(self._region, dealt.chunks, deep, self._places)
-            texts.append(self._function(names[1], last, f"{WARP * deep}", alone))
-            launches.append(Launch(names[1], -(-count // WARP), WARP * deep))
-        text = text_of(len(self._places), texts)
-        several = () if alone else tuple(launches)
-        held = 0 if alone else 4 * count * dealt.chunks
-        return Source(text, blocks, dealt.threads, several, held)
-
-    def _function(self, name: str, body: list[str], bounds: str, alone: bool) -> str:
-        """A function, with the pointers that it needs."""
-        text, region = "\n".join(body), self._region
-        typed = [
-            pointer(at, tensor, f"a.p[{at}]")
-            for tensor in dict.fromkeys((region.dy, region.x, region.dw))
-            for at in [self._places[tensor.name]]
-            if self._pointer(tensor) in text
-        ]
-        sums = "" if alone else "float* const sums = (float*)w;"
-        return function(name, bounds, [*typed, sums, *body], workspace=not alone)
+        first = Launch(NAME, dealt.parts * dealt.chunks, dealt.threads)
+        return summed_up(self._region, self._places, body, bounds, first, dealt.chunks)
 
     def _pointer(self, tensor: TensorSpec) -> str:
         return f"p{self._places[tensor.name]}"
@@ -254,11 +232,44 @@ class _Kernel:
         yield "}"
 
 
-def pointers_in(region: Region, places: Mapping[str, int]) -> list[str]:
-    """Lines that type the addresses of a region's tensors."""
-    tensors = dict.fromkeys((region.dy, region.x, region.dw))
-    found = [(places[tensor.name], tensor) for tensor in tensors]
-    return [pointer(at, tensor, f"a.p[{at}]") for at, tensor in found]
+def summed_up(
+    region: Region,
+    places: Mapping[str, int],
+    body: Sequence[str],
+    bounds: str,
+    first: Launch,
+    chunks: int,
+    shared: Sequence[str] = (),
+) -> Source:
+    """The kernel of which each chunk of blocks has its sums: if there is one, it writes the
+    results, else the sums, and a second launch adds these up."""
+    alone = chunks == 1
+
+    def written(name: str, bounds: str, lines: Sequence[str]) -> str:
+        text = "\n".join(lines)
+        typed = [
+            pointer(at, tensor, f"a.p[{at}]")
+            for tensor in dict.fromkeys((region.dy, region.x, region.dw))
+            for at in [places[tensor.name]]
+            if f"p{at}" in text
+        ]
+        sums = "" if alone else "float* const sums = (float*)w;"
+        return function(name, bounds, [*typed, sums, *lines], workspace=not alone)
+
+    launches = [first if alone else replace(first, name=f"{NAME}_0")]
+    texts = [written(launches[0].name, bounds, body)]
+    if not alone:
+        deep = min(DEEP, chunks)
+        last = Launch(f"{NAME}_1", -(-region.count // WARP), WARP * deep)
+        launches.append(last)
+        lines = _sums_of_blocks(region, chunks, deep, places)
+        texts.append(written(last.name, f"{last.threads}", lines))
+    text = text_of(len(places), texts, shared)
+    held = 0 if alone else 4 * region.count * chunks
+    several = () if alone else tuple(launches)
+    return Source(
+        *(text, first.blocks, first.threads, several, held), shared_bytes=first.shared_bytes
+    )
 
 
 def put(region: Region, places: Mapping[str, int], c: str, r: str, s: str) -> str:
@@ -268,7 +279,7 @@ def put(region: Region, places: Mapping[str, int], c: str, r: str, s: str) -> st
     return f"put(p{places[region.dw.name]}[{at}], total);"
 
 
-def sums_of_blocks(region: Region, chunks: int, deep: int, places: Mapping[str, int]) -> list[str]:
+def _sums_of_blocks(region: Region, chunks: int, deep: int, places: Mapping[str, int]) -> list[str]:
     """Add up the ``sums`` of so many blocks, by so many threads a tap, and write them."""
     count, channels, columns = region.count, region.channels, region.kernel[1]
     row, column = f"(tap / {columns}u)", f"(tap % {columns}u)"

@@ -16,15 +16,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-import torch
-
-from ..device.rules import has_matrix_products
 from ..ir.spec import GraphSpec, TensorSpec
-from .banded import ACROSS, BANKS, LANES, PLACES, PRODUCTS, SHARED_BYTES, TOGETHER
-from .depthwise_gradient import DEEP, pointers_in, put, sums_of_blocks
+from .banded import (
+    ACROSS,
+    LANES,
+    PLACES,
+    PRODUCTS,
+    SHARED_BYTES,
+    TOGETHER,
+    check_products,
+    pairs_in_turn,
+    pieces_of_a_vector,
+    room_for,
+    side_by_side,
+)
+from .depthwise_gradient import put, summed_up
 from .rows import WARP
 from .scalars import MEMORY
-from .source import DYNAMIC, NAME, Launch, Source, function, text_of
+from .source import DYNAMIC, NAME, Launch, Source
 from .tap_sums import MOST_ELEMENTS, Region, region_of
 from .tape import Refused
 
@@ -83,24 +92,18 @@ def _deal(region: Region, schedule: TapProducts) -> _Dealt:
     """How a schedule deals a region out. Raises :class:`Refused`."""
     count, channels, height, width = region.dy.shape
     many = LANES * schedule.vectors
-    if not has_matrix_products():
-        raise Refused("a GPU without products of such matrices")
-    kinds = {region.x.dtype, region.dy.dtype}
-    if kinds not in ({torch.float16}, {torch.bfloat16}):
-        raise Refused("tensor cores multiply 16-bit numbers of one dtype")
+    check_products(region.x, region.dy)
     if (*region.stride, *region.dilation) != (1, 1, 1, 1):
         raise Refused("a diagonal has every tap and every place")
     if region.lanes % LANES or region.kernel[1] > MOST_COLUMNS or width > ACROSS * PLACES:
         raise Refused("sixteen places of eight columns hold no such row, or no such taps")
     if channels % many or many % schedule.warps or min(vars(schedule).values()) < 1:
         raise Refused(f"{schedule.vectors} vectors of channels by {schedule.warps} warps")
-    room = 1 << (-(-width // ACROSS) - 1).bit_length()
+    room = room_for(-(-width // ACROSS))
     images = PLACES // room
     row = images * (room + 1)
     channel = schedule.stage * (row + PLACES)
-    vector = LANES * channel
-    if schedule.vectors > 1:  # lanes of vectors side by side write to different banks
-        vector += -(-BANKS // (4 * schedule.vectors))
+    vector = pieces_of_a_vector(channel, schedule.vectors)
     below, groups = -(-height // schedule.high), -(-count // images)
     sums = schedule.warps * region.kernel[0] * 4 * PLACES * ACROSS
     shared_bytes = max(16 * schedule.vectors * vector, sums)
@@ -163,24 +166,13 @@ class _Kernel:
 
     def source(self) -> Source:
         """Write it."""
-        region, dealt, threads = self._region, self._dealt, WARP * self._plan.warps
-        blocks, alone = dealt.parts * dealt.chunks, dealt.chunks == 1
-        names = [NAME] if alone else [f"{NAME}_{at}" for at in range(2)]
-        body = [*self._begun(), *self._stages(), *self._added_up(alone)]
-        pointers = pointers_in(region, self._places)
-        sums = "" if alone else "float* const sums = (float*)w;"
-        both = not alone
-        texts = [function(names[0], threads, [*pointers, sums, *body], workspace=both)]
-        launches = [Launch(names[0], blocks, threads, dealt.shared_bytes)]
-        if both:
-            deep = min(DEEP, dealt.chunks)
-            last = sums_of_blocks(region, dealt.chunks, deep, self._places)
-            texts.append(function(names[1], WARP * deep, [*pointers, sums, *last], workspace=both))
-            launches.append(Launch(names[1], -(-region.count // WARP), WARP * deep))
-        text = text_of(len(self._places), texts, (PRODUCTS, COLUMNS))
-        held = 4 * region.count * dealt.chunks if both else 0
-        several = tuple(launches) if both else ()
-        return Source(text, blocks, threads, several, held, shared_bytes=dealt.shared_bytes)
+        dealt, threads = self._dealt, WARP * self._plan.warps
+        body = [*self._begun(), *self._stages(), *self._added_up(dealt.chunks == 1)]
+        first = Launch(NAME, dealt.parts * dealt.chunks, threads, dealt.shared_bytes)
+        shared = (PRODUCTS, COLUMNS)
+        return summed_up(
+            self._region, self._places, body, f"{threads}", first, dealt.chunks, shared
+        )
 
     def _pointer(self, tensor: TensorSpec) -> str:
         return f"p{self._places[tensor.name]}"
@@ -261,12 +253,7 @@ class _Kernel:
         own = -(-lines // at_once)
         together = -(-own // -(-own // TOGETHER))
         yield "  {"
-        if units < threads:
-            yield f"  const u32 unit = threadIdx.x % {units}u, begin = threadIdx.x / {units}u;"
-            yield f"  if (begin < {at_once}u) {{"
-        else:
-            yield "  const u32 begin = 0u;"
-            yield f"  for (u32 unit = threadIdx.x; unit < {units}u; unit += {threads}u) {{"
+        yield from ("  " + line for line in pairs_in_turn(units, threads))
         yield f"    const u32 pair = unit / {plan.vectors}u;"
         yield f"    const int x = 2 * (int)pair - {left};"
         yield f"    const bool first_in = (u32)x < {width}u, second_in = (u32)(x + 1) < {width}u;"
@@ -293,12 +280,7 @@ class _Kernel:
         if lines % (together * at_once):
             yield f"        if (l >= {lines}u) continue;"
         yield f"        u32* const at = to + l * {4 * pieces}u;"
-        yield "        #pragma unroll"
-        yield f"        for (int j = 0; j < {LANES // 2}; ++j) {{"
-        yield "          const u32 a = ((const u32*)&one[b])[j], c = ((const u32*)&two[b])[j];"
-        yield f"          at[{8 * dealt.channel} * j] = lows(a, c);"
-        yield f"          at[{8 * dealt.channel} * j + {4 * dealt.channel}] = highs(a, c);"
-        yield "        }"
+        yield from ("        " + line for line in side_by_side(dealt.channel))
         yield "      }"
         yield "    }"
         yield "  }"
