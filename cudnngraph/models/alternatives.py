@@ -12,6 +12,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..device.rules import Values, following, noting, others
 from ..device.values import told
 from ..errors import CannotImport, CudnnGraphError, PlanNotCached
 from ..ir.spec import GraphSpec
-from ..runtime.compile import begin, compile, searched_briefly, searching_together
+from ..runtime.compile import Begun, begin, compile, searched_briefly, searching_together
 from ..runtime.executable import Executable, import_of, note_import
 from ..select.alternatives import budget_s, times_apart
 from ..select.config import BEGUN_SHARE, MIN_GAIN
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 One = tuple[str, Any]  # a threshold and another value of it
 Again = Callable[[], Imported]  # imports a model anew, by the thresholds that hold then
+Meanwhile = Callable[[Imported, bool], bool]
 
 
 class Copied:
@@ -52,14 +54,14 @@ def compiled(
     again: Again,
     device: torch.device,
     *,
-    meanwhile: Callable[[], object] | None = None,
+    meanwhile: Meanwhile | None = None,
     **options: Any,
 ) -> tuple[Imported, Executable[Any] | None, Values]:
     """The import of a model that is to be run, compiled, and the values that it follows.
 
     ``again`` imports the model; ``options`` are those of
-    :func:`~cudnngraph.runtime.compile.compile`. ``meanwhile`` is called while plans are built, if
-    other processes build some.
+    :func:`~cudnngraph.runtime.compile.compile`. ``meanwhile`` is called with the first import and
+    whether other processes build plans of it, and says whether it stands; else there is another.
     """
     with searching_together():
         return _compiled(again, device, meanwhile, options)
@@ -68,15 +70,19 @@ def compiled(
 def _compiled(
     again: Again,
     device: torch.device,
-    meanwhile: Callable[[], object] | None,
+    meanwhile: Meanwhile | None,
     options: Mapping[str, Any],
 ) -> tuple[Imported, Executable[Any] | None, Values]:
     with noting() as asked:
-        imported = again()
-    if imported.spec is None:
-        return imported, None, ()
+        imported, begun = _settled(again, device, meanwhile, options)
     start = time.perf_counter()
-    executable = _beside(imported.spec, device, meanwhile, options)
+    try:
+        if imported.spec is None:
+            return imported, None, ()
+        executable = compile(imported.spec, device, begun=begun, **options)
+    finally:
+        if begun is not None:
+            begun.cancel()
     if device.type != "cuda":
         return imported, executable, ()
     values, policy = import_of(executable), executable.policy
@@ -100,21 +106,21 @@ def _compiled(
     return imported, executable, ()
 
 
-def _beside(
-    spec: GraphSpec,
-    device: torch.device,
-    meanwhile: Callable[[], object] | None,
-    options: Mapping[str, Any],
-) -> Executable[Any]:
-    """A graph compiled, with ``meanwhile`` called as soon as others are at work on its plans."""
-    begun = None if meanwhile is None else begin(spec, device, **options)
-    try:
-        if begun is not None and meanwhile is not None:
-            meanwhile()
-        return compile(spec, device, begun=begun, **options)
-    finally:
+def _settled(
+    again: Again, device: torch.device, meanwhile: Meanwhile | None, options: Mapping[str, Any]
+) -> tuple[Imported, Begun | None]:
+    """An import that stands, and what others have begun to build of it."""
+    imported = again()
+    if meanwhile is None or imported.spec is None:
+        return imported, None
+    begun = begin(imported.spec, device, **options)
+    with ExitStack() as end:
         if begun is not None:
-            begun.cancel()
+            end.callback(begun.cancel)
+        if meanwhile(imported, begun is not None):
+            end.pop_all()
+            return imported, begun
+    return again(), None
 
 
 def _measured(

@@ -118,8 +118,8 @@ def make(
 ) -> Form:
     """The form of a call, with the numbers at the places ``inputs`` as inputs of its graph.
 
-    If ``ahead`` is given, it is made before plans are built if norms are folded, which are not if
-    that puts results off, and else beside the builds. Raises :class:`CannotImport` for a model that
+    If ``ahead`` is given, it is made beside the builds; before them if memory is short and norms
+    are folded. They are not if that puts results off. Raises :class:`CannotImport` for a model that
     is no single graph for such calls.
     """
     name = type(model).__name__
@@ -166,26 +166,36 @@ def make(
         _check_results(name, found, leaves, inputs)
         return placed(found, exported.module.graph, device)
 
-    undecided = ahead if folds else None
+    undecided = ahead
+
+    def stands(found: Imported, building: bool) -> bool:
+        """Whether the first import is the one to run: not if its folded norms put results off."""
+        nonlocal folds, undecided
+        given, undecided = undecided, None
+        if given is None:
+            return True
+        if folds:
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            why = why_not_folded(name, found, tensors, given, device, options.policy)
+            if why is not None:
+                _log.info("%s: norms are not folded into weights, since then %s", name, why)
+                folds = False
+                return False
+        if building:
+            given.early()
+        return True
 
     def settled() -> Imported:
-        """The import, the first time with the decision on folded norms."""
-        nonlocal folds, undecided
+        """An import that stands."""
         found = imported_anew()
-        if undecided is None:
-            return found
-        given, undecided = undecided, None
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        why = why_not_folded(name, found, tensors, given, device, options.policy)
-        if why is None:
-            return found
-        _log.info("%s: norms are not folded into weights, since then %s", name, why)
-        folds = False
-        return imported_anew()
+        return found if stands(found, False) else imported_anew()
 
-    meanwhile = None if ahead is None else ahead.beside
+    room = ahead is not None and ahead.has_room
     imported, executable, instead = compiled(
-        settled, device, policy=options.policy, meanwhile=meanwhile
+        imported_anew if room else settled,
+        device,
+        policy=options.policy,
+        meanwhile=stands if room else None,
     )
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         bound = Bound(imported, executable, device, capture=options.capture)

@@ -164,7 +164,7 @@ class Fused(StandIn):
             return
         errors = form.errors
         if not errors:
-            wanted = ahead.now()
+            wanted = ahead.now(late=self.report.kept)
             try:
                 errors = self._checked_first(wanted, form, results, args, kwargs)
             except WrongResult as error:
@@ -210,10 +210,10 @@ class Fused(StandIn):
         call.read(self._options.dtype)
         return call
 
-    def _wanted(self, call: Call, *, whole: bool = False) -> Wanted:
-        """What the model gives for a call; ``whole`` as of :class:`~.check.Wanted`."""
+    def _wanted(self, call: Call, *, late: bool = False, whole: bool = False) -> Wanted:
+        """What the model gives for a call; ``late`` and ``whole`` as of :class:`~.check.Wanted`."""
         arguments = self._options.cast(call.arguments())
-        return Wanted(self.unfused, arguments, wide=self._check, whole=whole)
+        return Wanted(self.unfused, arguments, wide=self._check, late=late, whole=whole)
 
     @staticmethod
     def _checked(wanted: Wanted, form: Form, results: Any) -> Errors:

@@ -35,7 +35,8 @@ class Report:
 
     ``steps`` run in order, ``tier`` says what served their plans. ``folded`` batch norms are in
     weights. ``opaque`` are ops that stay torch's own, by (name, line of the model). ``errors``
-    holds, where results were checked, the relative error to float64 of each, and the model's own.
+    holds, where results were checked, the relative error to float64 of each, and the model's own;
+    or, with None in its place, that to the model's results, as of plans that were ``kept``.
     ``refused`` says why a whole graph of torch.compile is left to torch, and is "" of all others.
     ``instead`` are the values that the import followed, as measured, in place of the GPU's
     thresholds.
@@ -87,6 +88,11 @@ class Report:
         """The number of steps that are cuDNN plans, generated kernels, torch's, views, or the
         reference executor."""
         return Counter(self._kind(step) for step in self.steps)
+
+    @property
+    def kept(self) -> bool:
+        """Whether the plans are from an earlier run, which has checked them."""
+        return self.tier.startswith(("disk", "memory"))
 
     def _kind(self, step: StepPlan) -> str:
         if step.choice is not None:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CannotImport
+from ..select.tolerance import distance
 
 _PLAIN = (
     *(int, float, complex, str, bytes, bool, type(None), range),
@@ -422,9 +423,5 @@ def agree(a: Any, b: Any) -> bool:
     if not a.is_floating_point() or a.shape != b.shape or a.dtype != b.dtype:
         return _equal(a, b)
     eps = max(2.0**-13, 8 * torch.finfo(a.dtype).eps)
-    wide, ref = a.double(), b.double()
-    finite = ref.isfinite()
-    if not _equal(wide[~finite], ref[~finite]):
-        return False
-    distance = (wide[finite] - ref[finite]).norm()
-    return bool(distance <= eps * ref[finite].norm())
+    off, size = distance(a, b)
+    return off <= eps * size

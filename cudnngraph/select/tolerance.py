@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -27,6 +27,7 @@ STRICT_TOLERANCE = 3 * 2.0**-24
 STRICT_TOLERANCE_OF_SUMS = 7 * 2.0**-24
 TORCH_FACTOR = 1.5  # how much farther off than torch's own float32 such a result may be
 FP8_TOLERANCE = 2.0**-10  # of float32 results: tensor cores add FP8 products at about 13 bits
+_COMPARED = 1 << 24  # elements at a time
 INT8_TIE_SHARE = 1e-3  # part of the int8 elements that may be one step off: they were next to a tie
 
 
@@ -109,18 +110,39 @@ def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:
 
 
 def distance(out: torch.Tensor, ref64: torch.Tensor) -> tuple[float, float]:
-    """``||out - ref||`` and ``||ref||``, as :func:`relative_error` takes them."""
+    """``||out - ref||`` and ``||ref||``, as :func:`relative_error` takes them.
+
+    Tensors that are large are compared part by part, so that this needs little memory.
+    """
+    ref64 = ref64.to(out.device)  # what the reference makes of constants alone lies on the CPU
+    found = [_distance(*part) for part in _parts(out, ref64)]
+    off, size = (math.hypot(*each) for each in zip(*found, strict=True))
+    return 0.0 if out.dtype == torch.int8 and _is_tied(out, ref64) else off, size
+
+
+def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same parts of two tensors."""
+    if a.shape != b.shape or a.numel() <= _COMPARED:
+        yield a, b
+        return
+    dim = max(range(a.dim()), key=a.shape.__getitem__)
+    long = max(1, _COMPARED * a.shape[dim] // a.numel())
+    yield from zip(a.split(long, dim), b.split(long, dim), strict=True)
+
+
+def _distance(out: torch.Tensor, ref64: torch.Tensor) -> tuple[float, float]:
     wide = out.to(torch.float64)
-    ref = ref64.to(wide)  # what the reference makes of constants alone lies on the CPU
+    ref = ref64.to(torch.float64)
     finite = ref.isfinite()
     size = float(ref[finite].norm())
-    if out.dtype == torch.int8:
-        steps = (out.int() - ref.int()).abs()
-        if int((steps > 0).sum()) <= max(1, int(INT8_TIE_SHARE * steps.numel())) and bool(
-            (steps < 2).all()
-        ):
-            return 0.0, size
     mine, theirs = wide[~finite], ref[~finite]
     if not bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all()):
         return float("inf"), size
     return float((wide - ref)[finite].norm()), size
+
+
+def _is_tied(out: torch.Tensor, ref: torch.Tensor) -> bool:
+    """Whether int8 is off by one step in a few elements at most."""
+    steps = (out.int() - ref.int()).abs()
+    few = max(1, int(INT8_TIE_SHARE * steps.numel()))
+    return int((steps > 0).sum()) <= few and bool((steps < 2).all())

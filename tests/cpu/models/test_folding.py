@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +14,11 @@ from cudnngraph.models import alternatives, check, folding
 from cudnngraph.models.check import Ahead, Wanted
 from cudnngraph.models.convert import convert
 from cudnngraph.models.export import export
+from cudnngraph.models.form import Form
 from cudnngraph.runtime import compile as compiling
 from cudnngraph.runtime.compile import resolve_policy
+from cudnngraph.runtime.executable import Executable
+from tests import numerics
 from tests.models import NETS
 
 Tensor = torch.Tensor
@@ -228,49 +230,58 @@ class OnGpu:
         return True
 
 
-@pytest.mark.parametrize(("free", "made"), [(31_999, 0), (32_000, 1)])
+@pytest.mark.parametrize(("free", "room"), [(31_999, False), (32_000, True)])
 def test_the_model_runs_beside_the_builds_if_that_leaves_them_memory(
-    free: int, made: int, monkeypatch: pytest.MonkeyPatch
+    free: int, room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = nn.Identity()
     model.parameters = lambda: iter([OnGpu()])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free, 1 << 30))
     runs: list[Any] = []
     ahead = Ahead(model, lambda **how: runs.append(how) or object())  # type: ignore[arg-type,return-value]
-    ahead.beside()
-    assert runs == [{"whole": True}] * made
+    assert ahead.has_room is room
+    ahead.early()
+    assert runs == [{"whole": True}]
     ahead.now()
-    ahead.now()
+    ahead.now(late=True)
     assert len(runs) == 1
+
+
+class Noted:
+    """In which order plans are begun, the model is run, and plans are waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, room: bool) -> None:
+        self.order: list[str] = []
+        noted, early = self.order, Ahead.early
+
+        class Begun:
+            def cancel(self) -> None:
+                noted.append("cancel")
+
+        def begin(*args: Any, **options: Any) -> Begun:
+            noted.append("begin")
+            return Begun()
+
+        def compile(spec: Any, device: Any, *, begun: Any, **options: Any) -> Any:
+            noted.append("compile")
+            assert begun is None or isinstance(begun, Begun)
+            return compiling.compile(spec, device, **options)
+
+        def ran(self: Ahead) -> Wanted | None:
+            noted.append("model")
+            return early(self)
+
+        monkeypatch.setattr(alternatives, "begin", begin)
+        monkeypatch.setattr(alternatives, "compile", compile)
+        monkeypatch.setattr(folding, "builds", lambda *args, **options: True)
+        monkeypatch.setattr(Ahead, "early", ran)
+        monkeypatch.setattr(Ahead, "has_room", room)
 
 
 def test_the_model_runs_when_workers_have_begun_and_before_they_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    order: list[str] = []
-
-    class Begun:
-        def cancel(self) -> None:
-            order.append("cancel")
-
-    def begin(*args: Any, **options: Any) -> Begun:
-        order.append("begin")
-        return Begun()
-
-    def compile(spec: Any, device: Any, *, begun: Any, **options: Any) -> Any:
-        order.append("compile")
-        assert isinstance(begun, Begun)
-        return compiling.compile(spec, device, **options)
-
-    monkeypatch.setattr(alternatives, "begin", begin)
-    monkeypatch.setattr(alternatives, "compile", compile)
-    beside: Callable[[Ahead], None] = Ahead.beside
-
-    def noted(self: Ahead) -> None:
-        order.append("model")
-        beside(self)
-
-    monkeypatch.setattr(Ahead, "beside", noted)
+    order = Noted(monkeypatch, room=True).order
     x = torch.randn(2, 4)
     cg.fuse(nn.Linear(4, 4).eval(), (x,))
     assert order == ["begin", "model", "compile", "cancel"]
@@ -279,3 +290,79 @@ def test_the_model_runs_when_workers_have_begun_and_before_they_are_waited_for(
     with pytest.raises(ZeroDivisionError):
         cg.fuse(nn.Linear(4, 4).eval(), (x,))
     assert order == ["begin", "model", "cancel"], "what a model raises ends the builds"
+
+
+@pytest.mark.parametrize(
+    ("depth", "room", "order"),
+    [
+        (2, True, ["begin", "model", "model", "compile", "cancel"]),
+        (24, True, ["begin", "model", "cancel", "compile"]),
+        (2, False, ["model", "compile"]),
+        (24, False, ["model", "compile"]),
+    ],
+)
+def test_folded_norms_are_settled_while_their_plans_are_built_if_there_is_memory(
+    depth: int, room: bool, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = drifting(depth)
+    noted = Noted(monkeypatch, room=room)
+    fused = cg.fuse(model, (x,))
+    assert noted.order == order
+    assert fused.report is not None and fused.report.folded == (depth if depth == 2 else 0)
+
+
+# -- plans that are kept ---------------------------------------------------------------------------
+
+
+class Runs:
+    """What is run for the check of a model whose plans are from ``tier``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tier: str, error: float = 0.0) -> None:
+        self.wide: list[torch.dtype] = []
+        in_wide, run = check.in_wide, Form.run
+
+        def counted(model: Any, args: Any, kwargs: Any, own: Any, *rest: Any, **how: Any) -> Any:
+            self.wide.append(torch.float64)
+            return in_wide(model, args, kwargs, own, *rest, **how)
+
+        def off(form: Form, *args: Any, **options: Any) -> Any:
+            results: Any = run(form, *args, **options)
+            return results * (1.0 + error)
+
+        monkeypatch.setattr(check, "in_wide", counted)
+        monkeypatch.setattr(Form, "run", off)
+        monkeypatch.setattr(Executable, "tier", tier)
+
+
+@pytest.mark.parametrize("tier", ["disk, serialized", "memory, replayed"])
+def test_plans_that_are_kept_are_compared_with_the_model_itself(
+    tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = drifting(2)
+    ran = Runs(monkeypatch, tier)
+    fused = cg.fuse(model, (x,))
+    assert not ran.wide and fused.report is not None and fused.report.kept
+    ((error, own),) = fused.report.errors
+    assert own is None and error <= numerics.bound(torch.float16)
+    assert "the model's own" not in str(fused.report)
+
+
+def test_plans_that_are_kept_are_held_to_float64_if_they_are_not_near_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = drifting(2)
+    ran = Runs(monkeypatch, "disk, serialized", error=1e-2)
+    with pytest.raises(cg.WrongResult, match="the model itself is off by"):
+        cg.fuse(model, (x,))
+    assert len(ran.wide) == 1
+
+
+@pytest.mark.parametrize("tier", ["built", "seed, replayed", "reference"])
+def test_plans_that_are_new_are_held_to_float64(
+    tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = drifting(2)
+    ran = Runs(monkeypatch, tier)
+    fused = cg.fuse(model, (x,))
+    assert len(ran.wide) == 1 and fused.report is not None and not fused.report.kept
+    assert fused.report.errors[0][1] is not None

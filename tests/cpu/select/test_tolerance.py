@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from cudnngraph.select import tolerance as tolerance_of
 from cudnngraph.select.tolerance import TF32_TOLERANCE, relative_error, tolerance
 from tests import numerics
 from tests.trials import BF16, F16, F32
@@ -32,6 +33,25 @@ def test_relative_error(out: list[float], ref: list[float], error: float) -> Non
     given = torch.tensor(out), torch.tensor(ref, dtype=torch.float64)
     assert relative_error(*given) == pytest.approx(error)
     assert numerics.relative_error(*given) == pytest.approx(error), "the tests' own yardstick"
+
+
+@pytest.mark.parametrize(
+    "place", [None, (0, 0, 0), (2, 5, 39), (1, 3, 20)], ids=["none", "first", "last", "within"]
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, 7.0])
+def test_large_tensors_are_compared_part_by_part(
+    place: tuple[int, ...] | None, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    ref = torch.randn(3, 6, 40, dtype=torch.float64).transpose(1, 2)
+    out = ref.float() + 1e-3
+    if place is not None:
+        out.transpose(1, 2)[place] = value
+    whole = tolerance_of.distance(out, ref)
+    for most in (1, 7, 100, 719):
+        monkeypatch.setattr(tolerance_of, "_COMPARED", most)
+        assert len(list(tolerance_of._parts(out, ref))) > 1
+        assert tolerance_of.distance(out, ref) == pytest.approx(whole, nan_ok=True)
 
 
 def test_bools_are_off_by_a_single_one() -> None:
