@@ -53,7 +53,6 @@ def sink_views(spec: GraphSpec) -> GraphSpec:
 def _sink_one(graph: CutGraph, node: Node) -> CutGraph:
     """The graph with the views in front of one pointwise op behind it, where that is possible."""
     spec, tensors, result = graph.spec, graph.spec.tensors, graph.spec.tensors[node.results[0]]
-    taken = taken_names(spec)
     for shown in node.operands:
         chain, name = views_of(graph, shown, kept=node.op in GELUS)
         whole = all(tensors[each].numel == result.numel for each in (name, shown))
@@ -63,6 +62,7 @@ def _sink_one(graph: CutGraph, node: Node) -> CutGraph:
             continue
         if name in spec.outputs and _depth(spec, source) < rules().product_kept_min_depth:
             continue
+        taken = taken_names(spec)
         found = _inverse_views(node, shown, chain, tensors, taken)
         if found is None:
             continue
