@@ -425,6 +425,13 @@ class DeviceRules(ImportRules):
         page="h200-bands.md",
         alternative="strips",
     )
+    depthwise_products_min_columns: int = measured(
+        7,
+        "columns of taps",
+        "from how many on matrix products are tried first for the gradient of a depthwise weight",
+        page="h200-taps.md",
+        alternative="sums by threads",
+    )
     depthwise_sums_wait_blocks: int = measured(
         1,
         "blocks of a multiprocessor",

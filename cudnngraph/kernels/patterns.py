@@ -80,7 +80,7 @@ _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     Bins: ("table_rows", "columns", "threads"),
     Lists: ("listed_rows", "columns", "numbers", "threads"),
     Patches: ("lanes", "patch_wide", "patch_high", "threads"),
-    TapProducts: ("high", "stage", "vectors", "warps"),
+    TapProducts: ("high", "stage"),
     TapSums: ("lanes", "taps", "wide", "high", "vectors", "threads", "resident", "blocks"),
 }
 
@@ -114,8 +114,8 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
         _written(spec, summed)
         return choice_of(summed)
     if tap_sums.has_gradient(spec):
-        sums = tap_sums.schedules(spec, processors)[0]
-        depthwise_gradient.write(spec, sums)
+        sums = _taps(spec, processors)[0]
+        _written(spec, sums)
         return choice_of(sums)
     if depthwise.has_depthwise(spec):
         refused = Refused("no depthwise convolution")
@@ -165,10 +165,7 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
     if row_sums.has_sum(spec):
         return list(found | dict.fromkeys(map(choice_of, row_lists.schedules(spec, processors))))
     if tap_sums.has_gradient(spec):
-        sums: list[Pattern] = [*tap_sums.schedules(spec, processors)]
-        with suppress(Refused):
-            sums[1:1] = tap_products.schedules(spec, processors)
-        return list(found | dict.fromkeys(map(choice_of, sums)))
+        return list(found | dict.fromkeys(map(choice_of, _taps(spec, processors))))
     if depthwise.has_depthwise(spec):
         return list(found | dict.fromkeys(map(choice_of, _depthwise(spec, processors))))
     if isinstance(schedule_of(next(iter(found))), Patches):
@@ -187,6 +184,16 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
         shared = split.split_for(processors)
         found |= dict.fromkeys(map(choice_of, (shared, *split.variants(shared))))
     return list(found)
+
+
+def _taps(spec: GraphSpec, processors: int) -> list[Pattern]:
+    """The schedules of a gradient of depthwise taps, those first that are likely the faster."""
+    sums: list[Pattern] = [*tap_sums.schedules(spec, processors)]
+    with suppress(Refused):
+        products = tap_products.schedules(spec, processors)
+        place = 0 if tap_products.comes_first(spec) else 1
+        sums[place:place] = products
+    return sums
 
 
 def _depthwise(spec: GraphSpec, processors: int) -> list[Pattern]:

@@ -100,9 +100,9 @@ class Wanted:
         except WrongResult:
             if not self._late:
                 raise
-        self._late = False
+        self._late, (args, kwargs) = False, self._arguments
         with torch.no_grad():
-            self._exact = in_wide(self._model, *self._arguments, self.own)
+            self._exact = in_wide(self._model, args, kwargs, self.own)
         return self._compared(results, floor, routes)
 
     def _compared(self, results: Sequence[Any], floor: float, routes: bool) -> Errors:

@@ -126,8 +126,11 @@ def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, tor
         yield a, b
         return
     dim = max(range(a.dim()), key=a.shape.__getitem__)
-    long = max(1, _COMPARED * a.shape[dim] // a.numel())
-    yield from zip(a.split(long, dim), b.split(long, dim), strict=True)
+    extent = a.shape[dim]
+    long = max(1, _COMPARED * extent // a.numel())
+    for at in range(0, extent, long):
+        here = dim, at, min(long, extent - at)
+        yield a.narrow(*here), b.narrow(*here)
 
 
 def _distance(out: torch.Tensor, ref64: torch.Tensor) -> tuple[float, float]:

@@ -358,9 +358,7 @@ def test_plans_that_are_kept_are_held_to_float64_if_they_are_not_near_the_model(
 
 
 @pytest.mark.parametrize("tier", ["built", "seed, replayed", "reference"])
-def test_plans_that_are_new_are_held_to_float64(
-    tier: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_that_are_new_are_held_to_float64(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = drifting(2)
     ran = Runs(monkeypatch, tier)
     fused = cg.fuse(model, (x,))
