@@ -98,6 +98,26 @@ def test_a_model_is_as_near_to_float64_as_torch(
     torch.testing.assert_close(fused(other), torch.flip(again, (0,)), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["resnet", "gpt", "convnext"])
+def test_a_second_start_is_compared_with_the_model_and_has_no_weights_in_float64(
+    name: str, folder: object
+) -> None:
+    model, x = made(name)
+    peaks, errors = [], []
+    for _ in range(2):
+        cg.cache_clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        fused = cg.fuse(model, x)
+        peaks.append(torch.cuda.max_memory_allocated())
+        assert fused.report is not None
+        errors.append((fused.report.kept, [own is None for _, own in fused.report.errors]))
+        del fused
+    assert errors == [(False, [False]), (True, [True])]
+    assert peaks[1] < peaks[0]
+
+
 @pytest.mark.parametrize("dtype", [F16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tune", ["heuristic", "autotune"])
 def test_a_diffusion_models_embedding_is_added_where_it_belongs(
