@@ -191,7 +191,7 @@ def _taps(spec: GraphSpec, processors: int) -> list[Pattern]:
     sums: list[Pattern] = [*tap_sums.schedules(spec, processors)]
     with suppress(Refused):
         products = tap_products.schedules(spec, processors)
-        place = 0 if tap_products.comes_first(spec) else 1
+        place = 0 if tap_products.comes_first(spec, products[0], processors) else 1
         sums[place:place] = products
     return sums
 

@@ -138,9 +138,13 @@ def schedules(spec: GraphSpec, processors: int) -> list[TapProducts]:
     return sorted(found, key=found.__getitem__)
 
 
-def comes_first(spec: GraphSpec) -> bool:
-    """Whether such kernels are likely faster than sums by threads."""
-    return region_of(spec).kernel[1] >= rules().depthwise_products_min_columns
+def comes_first(spec: GraphSpec, first: TapProducts, processors: int) -> bool:
+    """Whether such kernels, by their first schedule, are likely faster than sums by threads: for
+    many columns of taps, if there is a block for each processor."""
+    region = region_of(spec)
+    dealt = _deal(region, first)
+    many = region.kernel[1] >= rules().depthwise_products_min_columns
+    return many and dealt.parts * dealt.chunks >= processors
 
 
 def write(spec: GraphSpec, schedule: TapProducts) -> Source:

@@ -446,7 +446,8 @@ def fuse(
     - ``reuse_results``: return the tensors that the next call of this shape overwrites, no copies.
     - ``dynamic``: pad arguments, by name or position, up to sizes by dim, and cut results back:
       ``{"input_ids": {1: (128, 512), "pad": 0}}``, or "pow2" for the sizes.
-    - ``check``: compare the results for the example with the model run in float64.
+    - ``check``: compare the results for the example with the model run in float64; where plans are
+      kept from an earlier run, only if they are not near those of the model as it is.
 
     A number among the arguments that changes from call to call becomes an input of the graph if
     the model takes a tensor there; the log says if it does not.

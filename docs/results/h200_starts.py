@@ -1,11 +1,13 @@
 """Time cold and warm starts of models of the zoo, one at a time, and write a table.
 
-    python docs/results/h200_starts.py --models "VGG-16;EfficientNet-B0" --out starts.md
+    PYTORCH_NVML_BASED_CUDA_CHECK=1 python docs/results/h200_starts.py \\
+        --models "VGG-16;EfficientNet-B0" --out starts.md
 
 Each start has a process of its own, forked from one that has imported the models' libraries and has
-not touched the GPU. It makes the model there, and then times from the call of ``cg.fuse``, or of
-torch.compile (reduce-overhead, freezing), to the first result. A cold one has empty caches; a warm
-one is the next process, with what the cold one kept. Nothing else runs meanwhile.
+not touched the GPU: the variable keeps torch from that. It makes the model there, and then times
+from the call of ``cg.fuse``, or of torch.compile (reduce-overhead, freezing), to the first result.
+A cold one has empty caches; a warm one is the next process, with what the cold one kept. Nothing
+else runs meanwhile.
 """
 
 from __future__ import annotations

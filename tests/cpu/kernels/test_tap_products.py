@@ -106,11 +106,15 @@ def test_what_is_not_finite_reaches_the_taps_that_meet_it_alone(
         numerics.check(own[there], want[there], F32, terms=dy.numel() // 8)
 
 
-@pytest.mark.parametrize("columns", [5, 7])
-def test_they_come_first_for_many_columns_of_taps_and_are_tried_for_few(columns: int) -> None:
-    spec = gradient((64, 96, 56, 56), (3, columns), padding=(1, columns // 2))
+@pytest.mark.parametrize(
+    ("images", "columns", "first"), [(64, 7, True), (8, 7, True), (1, 7, False), (64, 5, False)]
+)
+def test_they_come_first_for_many_columns_of_taps_and_images_and_are_tried_for_few(
+    images: int, columns: int, first: bool
+) -> None:
+    spec = gradient((images, 96, 56, 56), (3, columns), padding=(1, columns // 2))
     chosen = patterns.schedule_of(patterns.by_rule(spec, 132))
-    assert isinstance(chosen, TapProducts if columns == 7 else patterns.TapSums)
+    assert isinstance(chosen, TapProducts if first else patterns.TapSums)
     listed = [patterns.schedule_of(each) for each in patterns.choices(spec, 132)]
     assert listed[0] == chosen and isinstance(listed[1], TapProducts)
     assert {type(each) for each in listed} == {patterns.TapSums, TapProducts}
