@@ -23,6 +23,7 @@ from . import (
     pool_gradient,
     row_lists,
     row_sums,
+    running,
     split,
     tap_products,
     tap_sums,
@@ -47,6 +48,7 @@ from .rows import (
     schedule_for,
     why_slow,
 )
+from .running import Scan
 from .scalars import NARROW, ROUNDED
 from .source import Source
 from .split import Split
@@ -67,6 +69,7 @@ Pattern = (
     | Patches
     | Bins
     | Lists
+    | Scan
 )
 
 #: The knobs of a choice by the pattern that they are the schedule of.
@@ -80,6 +83,7 @@ _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     Bins: ("table_rows", "columns", "threads"),
     Lists: ("listed_rows", "columns", "numbers", "threads"),
     Patches: ("lanes", "patch_wide", "patch_high", "threads"),
+    Scan: ("lanes", "threads", "ahead"),
     TapProducts: ("high", "stage"),
     TapSums: ("lanes", "taps", "wide", "high", "vectors", "threads", "resident", "blocks"),
 }
@@ -132,6 +136,10 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
             patches = pool_gradient.patches(spec, processors)[0]
             pool_gradient.write(spec, patches)
             return choice_of(patches)
+    if running.has_running(spec):
+        scan = running.schedules(spec)[0]
+        running.write(spec, scan)
+        return choice_of(scan)
     if len(pieces.pieces_of(spec)) > 1:
         with suppress(Refused):
             several = pieces.schedules(processors)[0]
@@ -168,6 +176,8 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
         return list(found | dict.fromkeys(map(choice_of, _taps(spec, processors))))
     if depthwise.has_depthwise(spec):
         return list(found | dict.fromkeys(map(choice_of, _depthwise(spec, processors))))
+    if running.has_running(spec):
+        return list(found | dict.fromkeys(map(choice_of, running.schedules(spec))))
     if isinstance(schedule_of(next(iter(found))), Patches):
         found |= dict.fromkeys(map(choice_of, pool_gradient.patches(spec, processors)))
     if isinstance(schedule_of(next(iter(found))), Pieces):
@@ -256,6 +266,8 @@ def _written(spec: GraphSpec, schedule: Pattern) -> Source:
         return pool_gradient.write(spec, schedule)
     if isinstance(schedule, Pieces):
         return pieces.write(spec, schedule)
+    if isinstance(schedule, Scan):
+        return running.write(spec, schedule)
     if isinstance(schedule, Split):
         return split.write(spec, schedule)
     if isinstance(schedule, Tiling):

@@ -34,6 +34,7 @@ from .tape import (
     Read,
     Reduce,
     Refused,
+    Running,
     Value,
     View,
     Window,
@@ -214,6 +215,8 @@ def rows_of_values(values: Sequence[Value], tensors: Sequence[TensorSpec]) -> Ro
     found = reachable(values)
     if any(isinstance(value, Depthwise) for value in found):
         raise Refused("a depthwise convolution, which is no kernel of rows")
+    if any(isinstance(value, Running) for value in found):
+        raise Refused("running sums of long rows, which are no kernel of rows")
     reductions = [value for value in found if isinstance(value, Reduce)]
     if reductions and any(isinstance(value, Window) for value in found):
         raise Refused("windows and reductions")

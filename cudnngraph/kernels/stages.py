@@ -20,6 +20,7 @@ from .tape import (
     Read,
     Reduce,
     Refused,
+    Running,
     Squares,
     Value,
     View,
@@ -218,7 +219,7 @@ def replaced_in(values: Sequence[Value], by: Mapping[int, Value]) -> list[Value]
                 else Reduce(each.shape, fresh[0], each.dims, each.kind)
             )
         else:
-            assert isinstance(each, (Reduce, View))
+            assert isinstance(each, (Reduce, Running, View))
             made[id(each)] = replace(each, operand=fresh[0])
     return [made[id(value)] for value in values]
 

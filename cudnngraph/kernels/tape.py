@@ -105,6 +105,14 @@ class View(Value):
 
 
 @dataclass(frozen=True, eq=False)
+class Running(Value):
+    """The running sums of ``operand`` along ``dim``: each is of the elements up to it."""
+
+    operand: Value
+    dim: int
+
+
+@dataclass(frozen=True, eq=False)
 class Join(Value):
     """Values one behind the other along a dim."""
 
@@ -178,7 +186,7 @@ def operands_of(value: Value) -> tuple[Value, ...]:
     """The values that a value is made of."""
     if isinstance(value, (Map, Join, Pick, Depthwise, Window)):
         return value.operands
-    return (value.operand,) if isinstance(value, (Reduce, View)) else ()
+    return (value.operand,) if isinstance(value, (Reduce, Running, View)) else ()
 
 
 def parts_at(join: Join, index: Index) -> list[tuple[Value, Index]]:

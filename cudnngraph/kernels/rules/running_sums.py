@@ -1,4 +1,7 @@
-"""Running sums of short rows in kernels.
+"""Running sums in kernels.
+
+Each of a short row is a sum of its own; those of long ones are
+:class:`~cudnngraph.kernels.tape.Running`.
 
 Reductions are of floats. Whole numbers are summed in parts of 16 bits, of which float32 holds the
 sums exactly, and which wrap as torch's do.
@@ -13,6 +16,7 @@ from ...ir.spec import TensorSpec, numel
 from ..scalars import REGISTER
 from ..tape import (
     Refused,
+    Running,
     Value,
     mapped,
     permute,
@@ -54,15 +58,16 @@ def _put_back(x: Value, back: Sequence[int]) -> Value:
 
 
 def cumsum(given: Given, result: TensorSpec) -> Value:
-    """Running sums of short rows: each is the sum of the elements up to it."""
+    """Running sums: each is the sum of the elements up to it."""
     x: Value = given["self"]
     to = REGISTER[result.dtype]
     if not x.shape or (x.type == "float") != (to == "float"):
         raise Refused("running sums in another kind of numbers")
-    rows, back = _rows(x, given["dim"] % len(x.shape))
+    dim = given["dim"] % len(x.shape)
+    rows, back = _rows(x, dim)
     many = rows.shape[-1]
     if many > MOST_TERMS or numel(rows.shape) * many > MOST_READS:
-        raise Refused("running sums of long rows")
+        return Running(x.shape, x, dim, type=to)
     before = reshape(rows, (*rows.shape[:-1], 1, many))
     rank = len(before.shape)
     pairs = (*rows.shape, many)  # of an element, and of one that is added up to it
