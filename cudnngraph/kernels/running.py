@@ -112,9 +112,10 @@ def _countings(values: Sequence[Value], tensors: Sequence[TensorSpec]) -> Iterat
     across = False
     for dim, extent in enumerate(first.shape):
         others = [each for each in order if each != dim]
-        if extent != long or not others or first.stride[others[-1]] != 1:
+        side = [each for each in others if first.shape[each] > 1][-1:]
+        if extent != long or not all(first.stride[each] == 1 for each in side):
             continue
-        if first.shape[others[-1]] < LEAST:
+        if not side or first.shape[side[0]] < LEAST:
             continue
         across = True
         row, inner = Var("r", long), Var("k", first.numel // long)

@@ -67,6 +67,7 @@ def refused(kernels: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         ((2, LONG, 24), 1, ()),
         ((LONG, 40), 0, ()),
+        ((1, LONG, 1, 40, 1), 1, ()),
         ((3, 2, LONG, 16), -2, ()),
         ((2, LONG, 3, 8), 1, (0, 1, 3, 2)),
     ],
