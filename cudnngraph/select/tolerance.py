@@ -114,7 +114,8 @@ def distance(out: torch.Tensor, ref64: torch.Tensor) -> tuple[float, float]:
 
     Tensors that are large are compared part by part, so that this needs little memory.
     """
-    ref64 = ref64.to(out.device)  # what the reference makes of constants alone lies on the CPU
+    if ref64.device != out.device:  # what the reference makes of constants alone lies on the CPU
+        ref64 = ref64.to(out.device)
     found = [_distance(*part) for part in _parts(out, ref64)]
     off, size = (math.hypot(*each) for each in zip(*found, strict=True))
     return 0.0 if out.dtype == torch.int8 and _is_tied(out, ref64) else off, size
