@@ -34,7 +34,8 @@ _log = logging.getLogger(__name__)
 
 One = tuple[str, Any]  # a threshold and another value of it
 Again = Callable[[], Imported]  # imports a model anew, by the thresholds that hold then
-Meanwhile = Callable[[Imported, bool], bool]
+Begins = Callable[[], bool]  # has other processes build plans, and says whether they do
+Meanwhile = Callable[[Imported, Begins], bool]
 
 
 class Copied:
@@ -61,7 +62,7 @@ def compiled(
 
     ``again`` imports the model; ``options`` are those of
     :func:`~cudnngraph.runtime.compile.compile`. ``meanwhile`` is called with the first import and
-    whether other processes build plans of it, and says whether it stands; else there is another.
+    what has other processes build plans of it, and says whether it stands; else there is another.
     """
     with searching_together():
         return _compiled(again, device, meanwhile, options)
@@ -113,11 +114,17 @@ def _settled(
     imported = again()
     if meanwhile is None or imported.spec is None:
         return imported, None
-    begun = begin(imported.spec, device, **options)
+    spec, begun = imported.spec, None
     with ExitStack() as end:
-        if begun is not None:
-            end.callback(begun.cancel)
-        if meanwhile(imported, begun is not None):
+
+        def begins() -> bool:
+            nonlocal begun
+            begun = begin(spec, device, **options)
+            if begun is not None:
+                end.callback(begun.cancel)
+            return begun is not None
+
+        if meanwhile(imported, begins):
             end.pop_all()
             return imported, begun
     return again(), None

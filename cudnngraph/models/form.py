@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..arguments import unreadable
+from ..cache import lookup
 from ..errors import BindError, CannotImport, PolicyError
 from ..policy import Policy
-from ..runtime.compile import generates, start_workers
-from .alternatives import Copied, compiled
+from ..runtime.compile import generates, is_kept, start_workers
+from .alternatives import Begins, Copied, compiled
 from .aten_ops import CONVOLUTIONS
 from .bound import Bound, cut_to
 from .calls import CONSTANTS, Call, Pattern, called_by_leaves, check_untransformed, mapped
@@ -150,7 +151,7 @@ def make(
     if last is None:
         last = _has_images(exported)
 
-    folds = options.folds
+    folds, undecided = options.folds, ahead
 
     def imported_anew() -> Imported:
         found = convert(
@@ -166,14 +167,29 @@ def make(
         _check_results(name, found, leaves, inputs)
         return placed(found, exported.module.graph, device)
 
-    undecided = ahead
+    def was_unfolded(found: Imported) -> bool:
+        """Whether an earlier start has left norms apart: plans without folded norms are kept, and
+        none with them."""
+        nonlocal folds
+        if not found.folded or found.spec is None or lookup.store().is_empty():
+            return False
+        if is_kept(found.spec, device, policy=options.policy):
+            return False
+        folds = False
+        other = imported_anew().spec
+        folds = other is None or not is_kept(other, device, policy=options.policy)
+        return not folds
 
-    def stands(found: Imported, building: bool) -> bool:
+    def stands(found: Imported, begins: Begins) -> bool:
         """Whether the first import is the one to run: not if its folded norms put results off."""
         nonlocal folds, undecided
         given, undecided = undecided, None
         if given is None:
             return True
+        if was_unfolded(found):
+            _log.info("%s: norms are not folded into weights, as plans that are kept say", name)
+            return False
+        building = begins()
         if folds:
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             why = why_not_folded(name, found, tensors, given, device, options.policy)
@@ -188,7 +204,7 @@ def make(
     def settled() -> Imported:
         """An import that stands."""
         found = imported_anew()
-        return found if stands(found, False) else imported_anew()
+        return found if stands(found, lambda: False) else imported_anew()
 
     room = ahead is not None and ahead.has_room
     imported, executable, instead = compiled(

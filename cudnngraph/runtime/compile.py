@@ -316,6 +316,26 @@ class Begun:
         self.builder.cancel()
 
 
+def is_kept(
+    spec: GraphSpec,
+    device: torch.device | str | int | None = None,
+    *,
+    policy: Policy | None = None,
+    **options: Any,
+) -> bool:
+    """Whether :func:`compile` of the same arguments finds plans in memory or on disk, as far as
+    that can be told without reading what is kept."""
+    place = _place(device)
+    if place.type != "cuda" or _by_reference():
+        return False
+    resolved, key = _keyed(spec, policy, options)
+    with PROCESS.lock:
+        if _in_memory(key, place, resolved) is not None:
+            return True
+    with torch.cuda.device(place):
+        return lookup.is_kept(key, place.index)
+
+
 def builds(
     spec: GraphSpec,
     device: torch.device | str | int | None = None,
@@ -323,22 +343,18 @@ def builds(
     policy: Policy | None = None,
     **options: Any,
 ) -> bool:
-    """Whether :func:`compile` of the same arguments has to build plans, as far as that can be told
-    without reading what is kept.
+    """Whether :func:`compile` of the same arguments has to build plans, as :func:`is_kept` tells.
 
     Not among the ranks of ``torch.distributed``, of which one builds and the others wait.
     """
     place = _place(device)
     if place.type != "cuda" or _by_reference() or is_distributed():
         return False
-    resolved, key = _keyed(spec, policy, options)
+    resolved = resolve_policy(policy, options, spec)
     if resolved.tune == "cached" or torch.cuda.is_current_stream_capturing():
         return False
-    with PROCESS.lock:
-        if _in_memory(key, place, resolved) is not None:
-            return False
     with torch.cuda.device(place):
-        return by_torch(spec) is None and not lookup.is_kept(key, place.index)
+        return by_torch(spec) is None and not is_kept(spec, place, policy=resolved)
 
 
 def begin(

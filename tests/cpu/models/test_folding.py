@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph.models import alternatives, check, folding
+from cudnngraph.models import alternatives, check, folding, form
 from cudnngraph.models.check import Ahead, Wanted
 from cudnngraph.models.convert import convert
 from cudnngraph.models.export import export
@@ -18,6 +18,7 @@ from cudnngraph.models.form import Form
 from cudnngraph.runtime import compile as compiling
 from cudnngraph.runtime.compile import resolve_policy
 from cudnngraph.runtime.executable import Executable
+from plans_cache.store import PlanStore
 from tests import numerics
 from tests.models import NETS
 
@@ -312,6 +313,53 @@ def test_folded_norms_are_settled_while_their_plans_are_built_if_there_is_memory
 
 
 # -- plans that are kept ---------------------------------------------------------------------------
+
+
+class Kept:
+    """A store that has the graphs with so many norms apart: all 24, or none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *norms: int, empty: bool = False) -> None:
+        self.order = Noted(monkeypatch, room=True).order
+        self.asked: list[int] = []
+
+        def is_kept(spec: Any, device: Any, *, policy: Any) -> bool:
+            apart = sum(node.op == "scale" for node in spec.nodes)
+            self.asked.append(apart)
+            return apart in norms
+
+        monkeypatch.setattr(form, "is_kept", is_kept)
+        monkeypatch.setattr(PlanStore, "is_empty", lambda store: empty)
+        monkeypatch.setattr(Executable, "tier", "disk, serialized" if norms else "built")
+
+
+def test_norms_that_were_left_apart_are_so_in_the_next_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = drifting(24)
+    kept = Kept(monkeypatch, 24)
+    with caplog.at_level("INFO", logger="cudnngraph"):
+        fused = cg.fuse(model, (x,))
+    assert kept.asked == [0, 24] and kept.order == ["compile"], "nothing is begun or run ahead"
+    assert "norms are not folded into weights, as plans that are kept say" in caplog.text
+    assert fused.report is not None and fused.report.folded == 0 and fused.report.errors
+    assert not next(iter(fused._forms.values())).folds
+
+
+@pytest.mark.parametrize(
+    ("norms", "empty", "asked"),
+    [((0,), False, [0]), ((0, 24), False, [0]), ((), False, [0, 24]), ((), True, [])],
+)
+def test_norms_are_folded_unless_only_plans_without_them_are_kept(
+    norms: tuple[int, ...], empty: bool, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = drifting(24)
+    kept = Kept(monkeypatch, *norms, empty=empty)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folding, "builds", lambda *args, **options: False)
+        patch.setattr(Wanted, "check", lambda *args, **options: ((0.0, None),))
+        fused = cg.fuse(model, (x,))
+    assert kept.asked == asked and kept.order[0] == "begin"
+    assert fused.report is not None and fused.report.folded == 24
 
 
 class Runs:
