@@ -72,7 +72,7 @@ def start(path: str, folder: Path, *, alone: bool = False) -> subprocess.Popen[b
     command += ["-p", "no:cacheprovider", "-o", f"faulthandler_timeout={LONGEST_TEST_S}"]
     command += ["-m", "alone" if alone else "not alone"]
     if not alone and importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(PROCESSES)]
+        command += ["-n", str(PROCESSES), "--dist", "worksteal"]
     with open(folder / "log.txt", "wb") as log:
         return subprocess.Popen(
             [*command, f"--junitxml={folder / 'junit.xml'}"],
