@@ -29,6 +29,9 @@ def _reduced(mode: str) -> Rule:
             x = c.g.cast(x, dtype)
         dims = a.get("dim")
         dims = None if dims is None or dims == [] else tuple(spread(dims, 1))
+        if x.dtype in FLOATS and dims and all(not x.shape or x.shape[dim] == 1 for dim in dims):
+            made = c.node.meta["val"]  # of one number each
+            return c.g.reshape(x, made[0].shape if gives_many(c.node) else made.shape)
         if mode == "sum" and dims is not None:
             product = contracted(c, dims, keepdim=bool(a.get("keepdim", False)))
             if product is not None:

@@ -173,3 +173,34 @@ def test_nothing_counts_of_nan_but_in_counts() -> None:
     for mine, own in zip(found, counted(x), strict=True):
         assert mine.dtype == own.dtype
         torch.testing.assert_close(mine, own, equal_nan=True)
+
+
+OF_ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda x: x.exp().sum(1),
+    "mean of two dims": lambda x: x.exp().mean((1, 3)),
+    "kept": lambda x: x.exp().amax(-1, keepdim=True),
+    "with its place": lambda x: x.exp().max(3)[0] * 2,
+    "of a number": lambda x: x.mean().exp().sum(0),
+    "in another dtype": lambda x: x.sum((1,), dtype=torch.float64).exp(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OF_ONE)
+def test_a_reduction_of_one_number_each_is_that_number(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 1, 5, 1).to(dtype)
+    run = compiled(OF_ONE[name], policy=GENERATES, check=False)
+    for mine, own in zip(trained(run, x), trained(OF_ONE[name], x), strict=True):
+        torch.testing.assert_close(mine, own)
+    x[0, 0, 0, 0], x[1, 0, 1, 0] = math.nan, math.inf
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return OF_ONE[name](x)
+
+    fused = cg.fuse(Model().eval(), (x,))
+    torch.testing.assert_close(fused(x), OF_ONE[name](x), equal_nan=True)
+    assert fused.report is not None
+    left = [n.attr("dims") for s in fused.report.steps for n in s.spec.nodes if n.op == "reduction"]
+    assert left == ([(0, 1, 2, 3)] if name == "of a number" else [])
