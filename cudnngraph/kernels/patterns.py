@@ -137,7 +137,7 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
             pool_gradient.write(spec, patches)
             return choice_of(patches)
     if running.has_running(spec):
-        scan = running.schedules(spec)[0]
+        scan = running.schedules(spec, processors)[0]
         running.write(spec, scan)
         return choice_of(scan)
     if len(pieces.pieces_of(spec)) > 1:
@@ -177,7 +177,7 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
     if depthwise.has_depthwise(spec):
         return list(found | dict.fromkeys(map(choice_of, _depthwise(spec, processors))))
     if running.has_running(spec):
-        return list(found | dict.fromkeys(map(choice_of, running.schedules(spec))))
+        return list(found | dict.fromkeys(map(choice_of, running.schedules(spec, processors))))
     if isinstance(schedule_of(next(iter(found))), Patches):
         found |= dict.fromkeys(map(choice_of, pool_gradient.patches(spec, processors)))
     if isinstance(schedule_of(next(iter(found))), Pieces):

@@ -31,7 +31,8 @@ from .tape import (
 from .write import Code, Narrower, Writer
 
 OP = "aten.cumsum.default"
-THREADS = 128  # of a block
+THREADS = (128, 64, 32)  # of a block
+RESIDENT = 4  # blocks of a multiprocessor that the threads of one are to leave room for
 LANES, AHEAD = (1, 2, 4), (16, 8, 4)  # that are measured, the first by rule
 LEAST = 8  # neighbours in memory
 
@@ -66,13 +67,22 @@ def _running(values: Sequence[Value]) -> list[Running]:
     return [each for each in reachable(values) if isinstance(each, Running)]
 
 
-def schedules(spec: GraphSpec) -> list[Scan]:
-    """Schedules that are worth measuring, the one by rule first. Raises :class:`Refused`."""
+def schedules(spec: GraphSpec, processors: int) -> list[Scan]:
+    """Schedules that are worth measuring, the one by rule first. Raises :class:`Refused`.
+
+    Few rows are shared out in small blocks, as each multiprocessor is to have some.
+    """
     tensors = [spec.tensors[name] for name in spec.outputs]
     counted = list(_countings(tape_of(spec), tensors))
     wide = (each for each in LANES if not any(rows.inner.extent % each for rows in counted))
-    first = [Scan(lanes, THREADS, AHEAD[0]) for lanes in wide]
-    return [*first, *(Scan(1, THREADS, ahead) for ahead in AHEAD[1:])]
+    most = min(rows.inner.extent for rows in counted) // (RESIDENT * processors)
+    threads = next((each for each in THREADS if each <= most), THREADS[-1])
+    others = (each for each in THREADS if each != threads)
+    return [
+        *(Scan(lanes, threads, AHEAD[0]) for lanes in wide),
+        *(Scan(1, threads, ahead) for ahead in AHEAD[1:]),
+        *(Scan(1, each, AHEAD[0]) for each in others),
+    ]
 
 
 def write(spec: GraphSpec, schedule: Scan) -> Source:

@@ -202,9 +202,18 @@ def test_schedules_that_do_not_go_are_refused() -> None:
     ):
         with pytest.raises(Refused, match=why):
             running.write(spec, bad)
-    assert {each.lanes for each in running.schedules(spec)} == {1}
+    assert {each.lanes for each in running.schedules(spec, 132)} == {1}
     listed = [patterns.schedule_of(each) for each in patterns.choices(spec, 132)]
-    assert listed == running.schedules(spec)
+    assert listed == running.schedules(spec, 132)
+
+
+@pytest.mark.parametrize(
+    ("rows", "threads"), [(24, 32), (24 * 1024, 32), (64 * 1024, 64), (128 * 1024, 128)]
+)
+def test_few_rows_are_shared_out_in_small_blocks(rows: int, threads: int) -> None:
+    spec = sums_of((rows // 8, LONG, 8), 1)
+    assert running.schedules(spec, 132)[0].threads == threads
+    assert {each.threads for each in running.schedules(spec, 132)} == {32, 64, 128}
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
@@ -212,6 +221,6 @@ def test_they_are_compiled_without_spills(capability: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     for dtype in (F32, BF16):
         spec = sums_of((24, 256, 1024), 1, dtype)
-        for each in running.schedules(spec):
+        for each in running.schedules(spec, 132):
             found = resources(compile.cubin(running.write(spec, each).text, capability))
             assert found.local_bytes == 0
