@@ -273,7 +273,12 @@ _VIEWS: Mapping[Any, Put | None] = {
     _aten.select.int: _selected,
     _aten.unbind.int: _selected,
     **dict.fromkeys(
-        (_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default), _split
+        (
+            *(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default),
+            *(_aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default),
+            _aten.unsafe_chunk.default,
+        ),
+        _split,
     ),
     _aten.diagonal.default: _diagonal,
     **dict.fromkeys((_aten.expand.default, _aten.unfold.default), None),

@@ -215,6 +215,21 @@ def _writes_parts(m: Any, x: Tensor) -> tuple[Tensor, ...]:
     return a, y
 
 
+def _lstm_cell(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Torch's own writes its gates over parts of what it has computed."""
+    weight = torch.cat([x[1], x[2]])[:8]
+    return torch.lstm_cell(x[0], [x[1, :, :2], x[2, :, :2]], weight, weight[:, :2])
+
+
+def _writes_unsafe_parts(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y = x * 2
+    y.unsafe_chunk(2, 1)[0].neg_()
+    y.unsafe_split_with_sizes([2, 6], 2)[1].mul_(3)
+    seen = y.unsafe_split(4, 2)
+    seen[0].add_(1)
+    return y, *seen
+
+
 def _of_constants(m: Any, x: Tensor) -> Tensor:
     """As ConViT makes the distances of its patches."""
     made = torch.zeros(1, 4, 4, 3)
@@ -244,6 +259,8 @@ FORMS: Mapping[str, tuple[Callable[..., Any], set[str], set[str]]] = {
     "shifted": (_shifts, {"concat"}, {"aten"}),
     "seen": (_adds_to_what_is_seen, {"add", "transpose"}, {"aten", "concat"}),
     "parts": (_writes_parts, {"mul", "neg", "concat"}, {"aten"}),
+    "lstm_cell": (_lstm_cell, {"matmul", "sigmoid", "tanh"}, {"aten"}),
+    "unsafe_parts": (_writes_unsafe_parts, {"neg", "mul", "concat"}, {"aten"}),
     "constants": (_of_constants, {"add"}, {"aten", "concat"}),
     "dtype": (_in_another_dtype, {"concat"}, set()),
     "reshaped": (_through_a_reshape, {"add", "mul"}, {"aten", "concat"}),
