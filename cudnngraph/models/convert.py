@@ -189,7 +189,7 @@ class Importer:
 
     def __post_init__(self) -> None:
         label = re.sub(r"\W", "_", self.name) or "model"
-        self.g = Graph(label if label.isidentifier() else "model")
+        self.g = Graph(label if label.isidentifier() else "model", compute_dtype=torch.float32)
         self._names: dict[str, torch.fx.Node] = {}
         self._counts: dict[str, int] = {}
         self._kept: dict[str, torch.Tensor] = {}

@@ -83,7 +83,9 @@ def _known(graph: CutGraph, telling: Node, last: Node) -> tuple[str, str, list[N
         if inside is None or telling not in inside:
             continue
         value = _value(graph, last, {x: _SAMPLES})
-        off = max(torch.finfo(graph.spec.compute_dtype).eps, LEAST_ROUNDING)
+        wide = tensors[last.results[0]].dtype == torch.float64
+        computes_in = torch.float64 if wide else graph.spec.compute_dtype
+        off = max(torch.finfo(computes_in).eps, LEAST_ROUNDING)
         for op, function in KNOWN.items():
             if torch.allclose(value, function(_SAMPLES), rtol=off, atol=off):
                 return op, x, inside

@@ -26,7 +26,10 @@ def why_not_cudnn(spec: GraphSpec) -> str | None:
     tensors = spec.tensors.values()
     if any(tensor.numel == 0 for tensor in tensors):
         return "a tensor is empty"
-    if spec.compute_dtype == torch.float64:
+    numbers = {node.results[0] for node in spec.nodes if node.op == "constant"}
+    dtypes = {tensor.dtype for tensor in tensors if tensor.name not in numbers}
+    floating = {dtype for dtype in dtypes if dtype.is_floating_point}
+    if spec.compute_dtype == torch.float64 or floating == {torch.float64}:
         return NO_FLOAT64
     large = [tensor for tensor in tensors if max(tensor.numel, tensor.extent) > INT32_MAX]
     if large:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph.models.convert import import_model
+from cudnngraph.select.rules import NO_FLOAT64, why_not_cudnn
 
 
 class Part(nn.Module):
@@ -61,3 +63,49 @@ def test_gradients_through_float64_keep_it() -> None:
         (torch.autograd.grad(each.sum(), given)[0] for each in (mine, wanted)),
     ):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+NARROW: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "product": lambda x: x - x.float() * 0.3,
+    "whole_numbers": lambda x: x - torch.floor(x / 0.25).int() * 0.3,
+    "rms_norm": lambda x: (
+        x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    ).to(x.dtype),
+    "softmax": lambda x: torch.softmax(x @ x.T, -1, dtype=torch.float32).to(x.dtype) @ x,
+    "sum": lambda x: x + (x.mean(1, dtype=torch.float32) * 0.3).sum(),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("kind", ["fuse", "torch.compile"])
+def test_what_a_float64_model_has_in_float32_is_rounded_to_it(name: str, kind: str) -> None:
+    torch._dynamo.reset()
+    x, function = torch.randn(4, 8, dtype=torch.float64), NARROW[name]
+    model = Part(function).eval()
+    run = cg.fuse(model, x) if kind == "fuse" else torch.compile(model, backend="cudnngraph")
+    made, wanted = run(x), function(x)
+    assert made.dtype == wanted.dtype
+    # One rounding to float32 more or less would be off by 1e-8 of the largest number.
+    assert (made - wanted).abs().max() <= 1e-13 * wanted.abs().max()
+
+
+def test_a_float64_input_leaves_the_rest_of_the_model_in_float32() -> None:
+    class Timed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            return F.silu(self.conv(x) * t.float()[:, None, None, None])
+
+    arguments = (torch.randn(2, 3, 8, 8), torch.rand(2, dtype=torch.float64))
+    spec = import_model(Timed().eval(), arguments, {}).spec
+    assert spec is not None and why_not_cudnn(spec) is None
+    wide = [name for name, form in spec.tensors.items() if form.dtype == torch.float64]
+    assert wide == [spec.inputs[1]]
+
+
+def test_a_float64_model_with_numbers_of_float32_is_not_shown_to_cudnn() -> None:
+    model = Part(lambda x: x.relu() * 0.3 + 1.5).eval()
+    spec = import_model(model, (torch.randn(4, 8, dtype=torch.float64),), {}).spec
+    assert spec is not None and why_not_cudnn(spec) == NO_FLOAT64
