@@ -46,16 +46,24 @@ Errors = tuple[tuple[float, "float | None"], ...]
 
 
 def coarsest(specs: Iterable[GraphSpec], *, tf32: bool) -> float:
-    """Return the largest tolerance of what graphs work in beside float32; 0 if there is none.
+    """Return the largest tolerance of what graphs work in; 0 if that is float64 alone.
 
-    That is a 16-bit dtype, or ``tf32`` if their products may use it.
+    That is a 16-bit dtype, float32 where an op makes it, or ``tf32`` if their products may use it.
     """
     specs = list(specs)
     tensors = (tensor for spec in specs for tensor in spec.tensors.values())
     found = [TOLERANCE[tensor.dtype] for tensor in tensors if tensor.dtype in LOW_PRECISION]
+    if any(map(_makes_float32, specs)):
+        found.append(TOLERANCE[torch.float32])
     if tf32 and any(map(multiplies_float32, specs)):
         found.append(TF32_TOLERANCE)
     return max(found, default=0.0)
+
+
+def _makes_float32(spec: GraphSpec) -> bool:
+    """Whether an op makes float32 of numbers, in a graph that may give float64."""
+    made = (name for node in spec.nodes if node.op != "constant" for name in node.results)
+    return any(spec.tensors[name].dtype == torch.float32 for name in made)
 
 
 # -- one result ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.models.convert import import_model
 from cudnngraph.select.rules import NO_FLOAT64, why_not_cudnn
+from tests import numerics
 
 
 class Part(nn.Module):
@@ -87,6 +88,21 @@ def test_what_a_float64_model_has_in_float32_is_rounded_to_it(name: str, kind: s
     assert made.dtype == wanted.dtype
     # One rounding to float32 more or less would be off by 1e-8 of the largest number.
     assert (made - wanted).abs().max() <= 1e-13 * wanted.abs().max()
+
+
+OTHERWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "layer_norm": lambda x: F.layer_norm(x.float(), (8,)).type_as(x) + x,
+    "group_norm": lambda x: F.group_norm(x.float()[..., None], 2)[..., 0].type_as(x) * x,
+    "attention": lambda x: F.scaled_dot_product_attention(*(x.float()[None, None],) * 3).double(),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_a_float64_model_computes_in_float32_may_be_rounded_otherwise(name: str) -> None:
+    x, function = torch.randn(4, 8, dtype=torch.float64), OTHERWISE[name]
+    made, wanted = cg.fuse(Part(function).eval(), x)(x), function(x)
+    assert made.dtype == wanted.dtype
+    assert (made - wanted).norm() <= numerics.BOUNDS["float32"] * wanted.norm()
 
 
 def test_a_float64_input_leaves_the_rest_of_the_model_in_float32() -> None:
