@@ -40,9 +40,9 @@ from ..ops import meta as forms
 from ..ops.base import FLOATS, LOW_PRECISION
 from .aten_ops import ASSERTIONS, MAKE_IMAGES, OF_MEMORY, goes_by_layout, meant
 from .bands import Band
-from .experts import ONE_SHAPE
 from .export import HasGraph, export, last_line
 from .frames import frame_of, is_frame
+from .mends import mend_of
 from .pad_channels import pad_channels
 from .pad_products import pad_products
 from .results import NO_PLACES, Places, Result, results_of
@@ -346,7 +346,8 @@ class Importer:
             if isinstance(seen, torch.Tensor):
                 self._known_shape(seen)
             elif isinstance(seen, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                raise self._refused(f"its result depends on the numbers in a tensor; {ONE_SHAPE}")
+                mend = mend_of(str(target))
+                raise self._refused(f"its result depends on the numbers in a tensor; {mend}")
         if args and isinstance(args[0], Value) and self.packed(args[0]) and is_frame(node):
             return args[0]  # convolutions alone read it, and set the frame themselves
         rule = rule_of(target)
@@ -636,7 +637,7 @@ class Importer:
             raise self._refused("it reads or makes a sparse tensor")
         if any(not isinstance(size, int) for size in (*seen.shape, *seen.stride())):
             what = "the shape of its result depends on the numbers in a tensor"
-            raise self._refused(f"{what}; {ONE_SHAPE}")
+            raise self._refused(f"{what}; {mend_of(str(self.node.target))}")
 
     def _line(self, node: torch.fx.Node) -> str:
         """The line of the model that an op comes from, "" where torch does not say."""

@@ -10,11 +10,6 @@ from typing import Any
 from torch import nn
 
 _log = logging.getLogger(__name__)
-#: The mend for what depends on numbers.
-ONE_SHAPE = (
-    "choose with torch.where among results of one shape; in the place of a loop over experts, sort "
-    "rows by expert and multiply them by torch.nn.functional.grouped_mm"
-)
 _GROUPED, _LOOPS = "grouped_mm", ("eager", None)
 
 

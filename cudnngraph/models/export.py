@@ -22,7 +22,8 @@ from . import trace as tracer
 from .compiler import WAYS
 from .dtypes import Mixed
 from .encoders import told_by_masks_alone
-from .experts import ONE_SHAPE, by_groups
+from .experts import by_groups
+from .mends import mend_of, named
 from .quiet import export_quiet
 from .transforms import transforms_ended
 
@@ -311,21 +312,15 @@ def check_not_scripted(model: nn.Module, cause: Exception | None = None) -> None
             ) from cause
 
 
-#: Ops of torch that ask for numbers themselves, and what does not.
-_INSTEAD = {
-    "linalg.lstsq": "for a matrix of full rank take q, r = torch.linalg.qr(a) and "
-    "torch.linalg.solve_triangular(r, q.mT @ b, upper=True)",
-}
-
-
 def asks(trace: str) -> str:
     """What is to be said of a model whose ops depend on numbers, and the mend."""
     where = last_line(trace)
     at = f" ({where})" if where else ""
-    for name, mend in _INSTEAD.items():
-        if name in where:
-            return f"calls {name}, whose result depends on numbers as no graph's does{at}; {mend}"
-    return f"asks for the numbers in a tensor, which a graph does not{at}; {ONE_SHAPE}"
+    op = named(where)
+    what = "asks for the numbers in a tensor, which a graph does not"
+    if op:
+        what = f"calls {op}, whose result depends on numbers as no graph's does"
+    return f"{what}{at}; {mend_of(where)}"
 
 
 #: What torch says of a gradient of something that was computed without.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import cudnngraph as cg
@@ -104,6 +105,40 @@ def test_what_no_graph_does_is_named_with_the_mend(
 ) -> None:
     with pytest.raises(cg.CannotImport, match=re.escape(says)):
         cg.fuse(model.eval(), tuple(map(torch.zeros, shapes)))
+
+
+OF_NUMBERS = {
+    "counts": (lambda x: torch.bincount(x.long()[0]), "one_hot(x, num_classes).sum(0)"),
+    "repeats": (lambda x: torch.repeat_interleave(x[0], x[0].long()), "as output_size="),
+    "item": (lambda x: x * x.sum().item(), "compute with the tensor, in place of the number"),
+    "unique": (lambda x: x.unique(), "choose with torch.where among results of one shape"),
+    "mask": (lambda x: x[x > 0.5], "choose with torch.where among results of one shape"),
+    "one_hot": (lambda x: F.one_hot(x.long()[0]) * 2.0, "as num_classes="),
+}
+
+
+@pytest.mark.parametrize("name", OF_NUMBERS)
+def test_what_depends_on_numbers_is_named_with_the_mend(name: str) -> None:
+    function, mend = OF_NUMBERS[name]
+    x = torch.tensor([[0.0, 2.0, 1.0], [3.0, 1.0, 1.0]])
+    with pytest.raises(cg.CannotImport, match=re.escape(mend)) as raised:
+        cg.fuse(Of(function).eval(), x)
+    assert str(raised.value).endswith(
+        '; else torch.compile(model, backend="cudnngraph") runs it between two graphs'
+    )
+
+
+@pytest.mark.parametrize("name", OF_NUMBERS)
+def test_what_depends_on_numbers_runs_between_two_graphs(name: str) -> None:
+    function, _ = OF_NUMBERS[name]
+    x = torch.tensor([[0.0, 2.0, 1.0], [3.0, 1.0, 1.0]])
+    torch._dynamo.reset()
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        return function(x * 1.0).float().exp()
+
+    run = torch.compile(around, backend="cudnngraph")
+    torch.testing.assert_close(run(x), around(x))
 
 
 def test_packed_sequences_are_named_with_the_mend() -> None:
