@@ -18,7 +18,7 @@ from cudnngraph.device.rules import changed
 from cudnngraph.models.dynamo import backend
 from cudnngraph.models.fused import Fused
 from tests import thresholds
-from tests.models import Attends, DiffusionUNet, Of, Windows, WritesAttention, turned
+from tests.models import Attends, DiffusionUNet, Of, Windows, WritesAttention, drifting, turned
 
 F16 = torch.float16
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
@@ -116,6 +116,22 @@ def test_a_second_start_is_compared_with_the_model_and_has_no_weights_in_float64
         del fused
     assert errors == [(False, [False]), (True, [True])]
     assert peaks[1] < peaks[0]
+
+
+def test_a_second_start_leaves_norms_apart_that_the_first_has_left_apart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, x = drifting(24)
+    model, x = model.cuda(), x.cuda()
+    found, said = [], "norms are not folded into weights, as plans that are kept say"
+    for _ in range(2):
+        cg.cache_clear()
+        caplog.clear()
+        with caplog.at_level("INFO", logger="cudnngraph"):
+            fused = cg.fuse(model, x)
+        assert fused.report is not None and fused.report.errors
+        found.append((fused.report.folded, fused.report.kept, said in caplog.text))
+    assert found == [(0, False, False), (0, True, True)]
 
 
 @pytest.mark.parametrize("dtype", [F16, torch.bfloat16], ids=str)

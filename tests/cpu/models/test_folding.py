@@ -20,48 +20,11 @@ from cudnngraph.runtime.compile import resolve_policy
 from cudnngraph.runtime.executable import Executable
 from plans_cache.store import PlanStore
 from tests import numerics
-from tests.models import NETS
+from tests.models import NETS, Drifting, drifting
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
 CALLS = itertools.count(1)  # a global, which no model holds
-
-
-def variances() -> list[float]:
-    """Variances in float16 by which norms scale by a number that rounds up far in float16."""
-    found = []
-    for number in range(640, 1024):  # of 1024: the scale is between 1 and 1.27
-        scale = (number / 1024) ** -0.5
-        if float(torch.tensor(scale).half()) > scale * (1.0 + 3.3e-4):
-            found.append(number / 1024)
-    return found
-
-
-class Drifting(nn.Module):
-    """Convolutions by one, whose weights all round up if they take their norms in."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        found = variances()
-        for place in range(depth):
-            conv = nn.Conv2d(8, 8, 1, bias=False)
-            conv.weight.data = torch.eye(8)[..., None, None]
-            norm = nn.BatchNorm2d(8, eps=1e-12)
-            picked = [found[(7 * place + n) % len(found)] for n in range(8)]
-            norm.running_var = torch.tensor(picked)
-            layers += [conv, norm]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, 8, H, W) → the same."""
-        y: Tensor = self.layers(x)
-        return y
-
-
-def drifting(depth: int) -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    return Drifting(depth).half().eval(), torch.rand(2, 8, 6, 6).half() + 0.5
 
 
 class Counted:
