@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 One = tuple[str, Any]  # a threshold and another value of it
 Again = Callable[[], Imported]  # imports a model anew, by the thresholds that hold then
 Begins = Callable[[], bool]  # has other processes build plans, and says whether they do
-Meanwhile = Callable[[Imported, Begins], bool]
+Meanwhile = Callable[[Imported, Begins], Imported]
 
 
 class Copied:
@@ -62,7 +62,7 @@ def compiled(
 
     ``again`` imports the model; ``options`` are those of
     :func:`~cudnngraph.runtime.compile.compile`. ``meanwhile`` is called with the first import and
-    what has other processes build plans of it, and says whether it stands; else there is another.
+    what has other processes build plans of it, and gives that import, or another in its place.
     """
     with searching_together():
         return _compiled(again, device, meanwhile, options)
@@ -124,10 +124,11 @@ def _settled(
                 end.callback(begun.cancel)
             return begun is not None
 
-        if meanwhile(imported, begins):
+        settled = meanwhile(imported, begins)
+        if settled is imported:
             end.pop_all()
             return imported, begun
-    return again(), None
+    return settled, None
 
 
 def _measured(

@@ -151,9 +151,10 @@ def make(
     if last is None:
         last = _has_images(exported)
 
-    folds, undecided = options.folds, ahead
+    folds = options.folds
+    room = ahead is not None and ahead.has_room
 
-    def imported_anew() -> Imported:
+    def import_with(folds: bool) -> Imported:
         found = convert(
             Copied(exported.module),
             exported.constants,
@@ -167,51 +168,41 @@ def make(
         _check_results(name, found, leaves, inputs)
         return placed(found, exported.module.graph, device)
 
-    def was_unfolded(found: Imported) -> bool:
-        """Whether an earlier start has left norms apart: plans without folded norms are kept, and
-        none with them."""
-        nonlocal folds
+    def left_apart(found: Imported) -> Imported | None:
+        """The import without folded norms if an earlier start has left them so: its plans are kept,
+        and none with them are."""
         if not found.folded or found.spec is None or lookup.store().is_empty():
-            return False
+            return None
         if is_kept(found.spec, device, policy=options.policy):
-            return False
-        folds = False
-        other = imported_anew().spec
-        folds = other is None or not is_kept(other, device, policy=options.policy)
-        return not folds
+            return None
+        apart = import_with(folds=False)
+        if apart.spec is None or not is_kept(apart.spec, device, policy=options.policy):
+            return None
+        return apart
 
-    def stands(found: Imported, begins: Begins) -> bool:
-        """Whether the first import is the one to run: not if its folded norms put results off."""
-        nonlocal folds, undecided
-        given, undecided = undecided, None
-        if given is None:
-            return True
-        if was_unfolded(found):
-            _log.info("%s: norms are not folded into weights, as plans that are kept say", name)
-            return False
-        building = begins()
-        if folds:
+    def settled(found: Imported, begins: Begins) -> Imported:
+        """The import to run: without folded norms if these put results off, or did before."""
+        nonlocal folds
+        assert ahead is not None
+        apart, why = left_apart(found), "as plans that are kept say"
+        if apart is None:
+            building = room and begins()
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            why = why_not_folded(name, found, tensors, given, device, options.policy)
-            if why is not None:
-                _log.info("%s: norms are not folded into weights, since then %s", name, why)
-                folds = False
-                return False
-        if building:
-            given.early()
-        return True
+            off = why_not_folded(name, found, tensors, ahead, device, options.policy)
+            if off is None:
+                if building:
+                    ahead.early()
+                return found
+            apart, why = import_with(folds=False), f"since then {off}"
+        _log.info("%s: norms are not folded into weights, %s", name, why)
+        folds = False
+        return apart
 
-    def settled() -> Imported:
-        """An import that stands."""
-        found = imported_anew()
-        return found if stands(found, lambda: False) else imported_anew()
-
-    room = ahead is not None and ahead.has_room
     imported, executable, instead = compiled(
-        imported_anew if room else settled,
+        lambda: import_with(folds),
         device,
         policy=options.policy,
-        meanwhile=stands if room else None,
+        meanwhile=None if ahead is None else settled,
     )
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         bound = Bound(imported, executable, device, capture=options.capture)
