@@ -274,8 +274,11 @@ _VIEWS: Mapping[Any, Put | None] = {
     _aten.unbind.int: _selected,
     **dict.fromkeys(
         (
-            *(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default),
-            *(_aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default),
+            _aten.split.Tensor,
+            _aten.split_with_sizes.default,
+            _aten.chunk.default,
+            _aten.unsafe_split.Tensor,
+            _aten.unsafe_split_with_sizes.default,
             _aten.unsafe_chunk.default,
         ),
         _split,

@@ -23,7 +23,7 @@ from .compiler import WAYS
 from .dtypes import Mixed
 from .encoders import told_by_masks_alone
 from .experts import by_groups
-from .mends import mend_of, named
+from .mends import ASKING, mend_of
 from .quiet import export_quiet
 from .transforms import transforms_ended
 
@@ -316,10 +316,10 @@ def asks(trace: str) -> str:
     """What is to be said of a model whose ops depend on numbers, and the mend."""
     where = last_line(trace)
     at = f" ({where})" if where else ""
-    op = named(where)
     what = "asks for the numbers in a tensor, which a graph does not"
-    if op:
-        what = f"calls {op}, whose result depends on numbers as no graph's does"
+    for op in ASKING:
+        if op in where:
+            what = f"calls {op}, whose result depends on numbers as no graph's does"
     return f"{what}{at}; {mend_of(where)}"
 
 

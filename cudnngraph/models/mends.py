@@ -7,6 +7,8 @@ _ONE_SHAPE = (
     "rows by expert and multiply them by torch.nn.functional.grouped_mm"
 )
 _ELSE = 'else torch.compile(model, backend="cudnngraph") runs it between two graphs'
+#: Ops of torch that ask for numbers by themselves.
+ASKING = ("linalg.lstsq",)
 #: The mend, by a part of the name of an op or of the line that calls it.
 _MENDS = {
     "linalg.lstsq": "for a matrix of full rank take q, r = torch.linalg.qr(a) and "
@@ -17,7 +19,8 @@ _MENDS = {
     "one_hot": "say how many classes there are, as num_classes=",
     **dict.fromkeys(
         ("aten.item", ".item()"),
-        "compute with the tensor, in place of the number that .item() gives",
+        "compute with the tensor, in place of the number that .item() gives, or in the place of a "
+        "size choose with torch.where among results of one shape",
     ),
 }
 
@@ -26,8 +29,3 @@ def mend_of(text: str) -> str:
     """What to do in the place of an op, by its name or the line that calls it."""
     found = (mend for part, mend in _MENDS.items() if part in text)
     return f"{next(found, _ONE_SHAPE)}; {_ELSE}"
-
-
-def named(line: str) -> str:
-    """The op of a line that asks for numbers by itself; "" for none that is known."""
-    return next((part for part in _MENDS if part in line and part.startswith("linalg")), "")
