@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CannotImport, WrongResult
@@ -180,9 +182,48 @@ class Ahead:
         return all(sizes[index] <= MOST_BESIDE * free[index] for index in sizes)
 
 
+class _DepthwiseByTorch(TorchFunctionMode):
+    """Has torch's own kernels run depthwise convolutions of 16 bits, not cuDNN, which compiles each
+    shape at its first run: 0.1 s each, for a model that may be run here and nowhere else."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # What torch.compile traces stays as it is: a flag that is set there ends a graph.
+        if func in _CONVOLUTIONS and not torch.compiler.is_compiling():
+            x = args[0] if args else kwargs["input"]
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            channels = x.shape[1 - weight.dim()]
+            with _cudnn_left_out() if weight.shape[1] == 1 < channels else nullcontext():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+_CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+_CONVOLVES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_left_out: list[bool] = []  # what torch's flag was, for each thread that leaves cuDNN out now
+_left_out_lock = threading.Lock()
+
+
+@contextmanager
+def _cudnn_left_out() -> Iterator[None]:
+    """Have torch run without cuDNN, in all threads, until the last such run ends."""
+    cudnn = torch.backends.cudnn
+    with _left_out_lock:
+        _left_out.append(cudnn.enabled if not _left_out else _left_out[0])
+        cudnn.enabled = False
+    try:
+        yield
+    finally:
+        with _left_out_lock:
+            cudnn.enabled = _left_out.pop() and not _left_out
+
+
 def results_of(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
     """Return the results of a model, in tensors that a later call does not write over."""
-    made, _ = flat(model(*args, **kwargs))
+    convolutions = (each for each in model.modules() if isinstance(each, _CONVOLVES))
+    depthwise = any(1 < each.groups == each.in_channels for each in convolutions)
+    with _DepthwiseByTorch() if depthwise else nullcontext():
+        made, _ = flat(model(*args, **kwargs))
     return [each.clone() if isinstance(each, torch.Tensor) else each for each in made]
 
 
