@@ -46,6 +46,7 @@ from .report import Report
 from .stand_in import Parts, StandIn, check_mode, first_floating_dtype
 
 _log = logging.getLogger(__name__)
+MANY_WRITES = 8  # into weights, at which the log says what they cost
 #: What says that a number cannot be an input of the graph.
 _REFUSED = (CannotImport, WrongResult, GraphError, NotSupported)
 
@@ -55,9 +56,9 @@ class Fused(StandIn):
 
     It stands for the model, which is ``unfused``: attributes and methods that this class has not
     are the model's, and methods of the model run it as it is. ``report`` is that of the example's
-    form; ``bound(*args)`` gives the graph that calls like this run. Weights are those of the model
-    when a form was first seen, until others are in their place; :meth:`refresh` takes the present
-    ones after writes.
+    form; ``bound(*args)`` gives the graph that calls like this run, for the weights as they are.
+    Weights that were written or replaced are noticed at the next call, which compiles anew;
+    :meth:`refresh` has it do so after changes that nothing counts.
     """
 
     report: Report | None = None
@@ -98,6 +99,7 @@ class Fused(StandIn):
         self._forms: OrderedDict[Hashable, Form] = OrderedDict()
         self._parts: Parts | None = None  # of the model, as forms have them
         self._dropped = 0  # forms
+        self._writes = 0  # between calls
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,15 +129,33 @@ class Fused(StandIn):
             return self.unfused(*args, **kwargs)
         call = self._call(args, kwargs)
         with self._running():
-            return self._ready(call).run(call, reuse=self._reuse)
+            return self._ran(call, reuse=self._reuse)[1]
 
     def bound(self, *args: Any, **kwargs: Any) -> Bound:
         """Return the captured or bound call for arguments of this form, with its inputs set."""
         call = self._call(args, kwargs)
         with self._running():
-            form = self._ready(call)
-            form.run(call, reuse=True)
-        return form.bound
+            return self._ran(call, reuse=True)[0].bound
+
+    def _ran(self, call: Call, *, reuse: bool) -> tuple[Form, Any]:
+        """The form for a call, and its results, by the weights as they are now."""
+        form = self._ready(call)
+        results = form.run(call, reuse=reuse)
+        if self._parts is None or not self._parts.are_written():  # asked while a GPU computes
+            return form, results
+        _log.info("%s: weights were written, so its graphs are compiled anew", self._name)
+        self._writes += 1
+        if self._writes == MANY_WRITES:
+            _log.warning(
+                "%s: weights were written before %d calls, each of which compiled its graphs anew; "
+                "torch.compile(model, backend='cudnngraph') is for weights that change often",
+                self._name,
+                self._writes,
+            )
+        del form, results  # and their memory
+        self._forget()
+        form = self._ready(call)
+        return form, form.run(call, reuse=reuse)
 
     @contextmanager
     def _running(self) -> Iterator[None]:

@@ -197,12 +197,23 @@ class StandIn(nn.Module):
 class Parts:
     """The parameters, buffers and modules within a module, to tell whether others stand in their
     places: a part that was replaced, or what :func:`torch.func.functional_call` puts there for a
-    call. Writes to tensors are not told."""
+    call; and whether tensors were written since, as far as torch counts that: not in those of
+    inference mode, and not through ``.data``."""
 
     def __init__(self, module: nn.Module) -> None:
         kinds = ((each._parameters, each._buffers, each._modules) for each in module.modules())
         self._places = [held.values() for three in kinds for held in three if held]
         self._then = self._now()
+        tensors = {id(each): each for each in self._then if isinstance(each, torch.Tensor)}
+        self._counted = [each for each in tensors.values() if not each.is_inference()]
+        self._writes = self._counts()
+
+    def _counts(self) -> list[int]:
+        return [each._version for each in self._counted]
+
+    def are_written(self) -> bool:
+        """Whether a tensor was written."""
+        return self._counts() != self._writes
 
     def _now(self) -> list[Any]:
         return [*chain.from_iterable(self._places)]

@@ -108,11 +108,13 @@ def test_a_fused_model_can_be_copied(way: Any) -> None:
     fused = cg.fuse(model, x)
     other = way(fused)
     assert other.report is None and len(other) == 0
-    assert torch.equal(other(x), fused(x)) and other.report is not None
+    before = fused(x)
+    assert torch.equal(other(x), before) and other.report is not None
     with torch.no_grad():
         next(model.parameters()).mul_(0.5)
     other.refresh()
-    assert torch.equal(other(x), fused(x)), "a copy has weights of its own"
+    assert torch.equal(other(x), before), "a copy has weights of its own"
+    assert not torch.equal(fused(x), before)
 
 
 def test_arguments_and_results_keep_their_structure() -> None:
@@ -203,18 +205,6 @@ def test_a_form_that_is_met_in_inference_mode_runs_outside_of_it_too() -> None:
         torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
-
-
-def test_new_weights_are_taken_on_refresh() -> None:
-    model, x = net(), image(2, 3, 32, 32)
-    fused = cg.fuse(model, x)
-    before = fused(x)
-    with torch.no_grad():
-        model.stem[0].weight.mul_(-1.0)
-    assert torch.equal(fused(x), before), "weights are bound once"
-    fused.refresh()
-    torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-6)
-    assert not torch.equal(fused(x), before)
 
 
 def test_a_dtype_converts_a_copy_and_its_inputs() -> None:
