@@ -46,7 +46,7 @@ from .report import Report
 from .stand_in import Parts, StandIn, check_mode, first_floating_dtype
 
 _log = logging.getLogger(__name__)
-MANY_WRITES = 8  # into weights, at which the log says what they cost
+MANY_CHANGES = 8  # of a model, at which the log says what they cost
 #: What says that a number cannot be an input of the graph.
 _REFUSED = (CannotImport, WrongResult, GraphError, NotSupported)
 
@@ -99,7 +99,7 @@ class Fused(StandIn):
         self._forms: OrderedDict[Hashable, Form] = OrderedDict()
         self._parts: Parts | None = None  # of the model, as forms have them
         self._dropped = 0  # forms
-        self._writes = 0  # between calls
+        self._changes = 0  # of the model, between calls
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,21 +141,27 @@ class Fused(StandIn):
         """The form for a call, and its results, by the weights as they are now."""
         form = self._ready(call)
         results = form.run(call, reuse=reuse)
-        if self._parts is None or not self._parts.are_written():  # asked while a GPU computes
-            return form, results
-        _log.info("%s: weights were written, so its graphs are compiled anew", self._name)
-        self._writes += 1
-        if self._writes == MANY_WRITES:
-            _log.warning(
-                "%s: weights were written before %d calls, each of which compiled its graphs anew; "
-                "torch.compile(model, backend='cudnngraph') is for weights that change often",
-                self._name,
-                self._writes,
-            )
-        del form, results  # and their memory
+        if self._forgets():  # asked while a GPU computes
+            del form, results  # and their memory
+            form = self._ready(call)
+            results = form.run(call, reuse=reuse)
+        return form, results
+
+    def _forgets(self) -> bool:
+        """Forget the graphs if the model's parts or weights have changed since they were made; say
+        whether."""
+        changed = "" if self._parts is None else self._parts.changed()
+        if not changed:
+            return False
+        self._changes += 1
+        level = logging.WARNING if self._changes == MANY_CHANGES else logging.INFO
+        text = (
+            "%s: %s, so its graphs are compiled anew (change %d; for a model that changes often, "
+        )
+        text += "torch.compile(model, backend='cudnngraph'))"
+        _log.log(level, text, self._name, changed, self._changes)
         self._forget()
-        form = self._ready(call)
-        return form, form.run(call, reuse=reuse)
+        return True
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -248,9 +254,6 @@ class Fused(StandIn):
 
         ``ahead`` is for :func:`~.form.make`.
         """
-        if self._parts is not None and not self._parts.are_there():
-            _log.info("%s: parts were replaced, so its graphs are compiled anew", self._name)
-            self._forget()
         try:
             inputs = self._numbers.inputs(call)
             key = call.key(inputs)
@@ -259,6 +262,7 @@ class Fused(StandIn):
             problem = Problem("arguments", f"have no hash ({error})", "tensors and plain values")
             raise BindError(self._name, [problem]) from None
         if form is None:
+            self._forgets()
             form = self._new(call, inputs, ahead)
             key = call.key(form.inputs)
             self._keep(key, form, call)

@@ -197,8 +197,8 @@ class StandIn(nn.Module):
 class Parts:
     """The parameters, buffers and modules within a module, to tell whether others stand in their
     places: a part that was replaced, or what :func:`torch.func.functional_call` puts there for a
-    call; and whether tensors were written since, as far as torch counts that: not in those of
-    inference mode, and not through ``.data``."""
+    call; and whether tensors were written, as far as torch counts that: not in those of inference
+    mode, and not through ``.data``."""
 
     def __init__(self, module: nn.Module) -> None:
         kinds = ((each._parameters, each._buffers, each._modules) for each in module.modules())
@@ -208,20 +208,18 @@ class Parts:
         self._counted = [each for each in tensors.values() if not each.is_inference()]
         self._writes = self._counts()
 
-    def _counts(self) -> list[int]:
-        return [each._version for each in self._counted]
-
-    def are_written(self) -> bool:
-        """Whether a tensor was written."""
-        return self._counts() != self._writes
-
     def _now(self) -> list[Any]:
         return [*chain.from_iterable(self._places)]
 
-    def are_there(self) -> bool:
-        """Whether each is where it was."""
+    def _counts(self) -> list[int]:
+        return [each._version for each in self._counted]
+
+    def changed(self) -> str:
+        """What has changed since; "" if nothing has."""
         now = self._now()
-        return len(now) == len(self._then) and all(map(operator.is_, now, self._then))
+        if len(now) != len(self._then) or not all(map(operator.is_, now, self._then)):
+            return "parts were replaced"
+        return "" if self._counts() == self._writes else "weights were written"
 
 
 def check_mode(model: Any) -> None:

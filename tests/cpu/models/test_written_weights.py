@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph.models.fused import MANY_WRITES
+from cudnngraph.models.fused import MANY_CHANGES
 from tests.fused import net
 from tests.models import image
 
@@ -80,6 +80,14 @@ def test_writes_are_followed_at_the_next_call(
     assert len(made) == 4
 
 
+def test_a_shape_that_is_new_behind_a_write_is_compiled_once(made: list[Any]) -> None:
+    model, x = net(), image(2, 3, 32, 32)
+    fused = cg.fuse(model, x)
+    scaled(model)
+    close(fused, image(3, 3, 32, 32))
+    assert len(made) == 2 and len(fused) == 1
+
+
 def test_a_bound_graph_is_of_the_weights_of_then() -> None:
     model, x = net(), image(2, 3, 32, 32)
     fused = cg.fuse(model, x)
@@ -116,11 +124,11 @@ def test_the_log_says_what_writes_cost(caplog: pytest.LogCaptureFixture) -> None
     model, x = net(), image(2, 3, 32, 32)
     fused = cg.fuse(model, x)
     with caplog.at_level(logging.WARNING, "cudnngraph"):
-        for count in range(MANY_WRITES + 2):
-            assert len(caplog.messages) == (count >= MANY_WRITES)
+        for count in range(MANY_CHANGES + 2):
+            assert len(caplog.messages) == (count >= MANY_CHANGES)
             scaled(model)
             fused(x)
     assert caplog.messages == [
-        "ResNet: weights were written before 8 calls, each of which compiled its graphs anew; "
-        "torch.compile(model, backend='cudnngraph') is for weights that change often"
+        "ResNet: weights were written, so its graphs are compiled anew (change 8; for a model that "
+        "changes often, torch.compile(model, backend='cudnngraph'))"
     ]
