@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..ops import meta
+from ..ops.forms import empty_like_meta
 
 _ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Tensor})
 
@@ -36,10 +37,10 @@ class KnownForms:
         except TypeError:  # an argument is not hashable
             return meta.infer(op, *args, **kwargs)
         if known is not None:
-            return meta.empty_like_meta(known)
+            return empty_like_meta(known)
         made = meta.infer(op, *args, **kwargs)
         if type(made) is torch.Tensor and made.layout == torch.strided:
-            memory, alone = made.untyped_storage(), meta.empty_like_meta(made)
+            memory, alone = made.untyped_storage(), empty_like_meta(made)
             whole = memory.nbytes() == alone.untyped_storage().nbytes()
             if whole and all(memory._cdata != x.untyped_storage()._cdata for x in operands):
                 self._known[key] = alone

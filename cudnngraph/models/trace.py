@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.spec import overlaps_itself
 from ..ops import meta as forms
+from ..ops.forms import empty_like_meta
 from . import finite, flex
 from .aliases import Aliases
 from .compiler import COMPILER, aside, is_there, saying
@@ -500,7 +501,7 @@ class Traced:
         with _no_modes():
             where = "meta" if forms.is_random(op, args, kwargs) else "cpu"
             made = op(*args, **{**kwargs, "device": torch.device(where)})
-            return forms.empty_like_meta(made), torch.device(device)
+            return empty_like_meta(made), torch.device(device)
 
     def _node(self, op: Any, args: Any, kwargs: Any) -> torch.fx.Node:
         def operand(leaf: Any) -> Any:
