@@ -47,11 +47,11 @@ def _pointwise(a: Mapping[str, Any]) -> torch.Tensor | None:
 def elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The result of an op that torch says is pointwise: its dtype is what the op makes of one
     number of each operand, on the CPU."""
-    if torch.Tag.pointwise not in op.tags or torch.Tag.nondeterministic_seeded in op.tags:
+    if not _is_pointwise(op):
         return None
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     strided = all(each.layout == torch.strided and not each.is_complex() for each in given)
-    if op._schema.is_mutable or not strided:
+    if not strided:
         return None
     laid = _laid_as(given)
     if laid is None or not (laid.is_contiguous() or _has_kernel(op)):
@@ -73,23 +73,23 @@ def elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torc
 
 
 @cache
+def _is_pointwise(op: Any) -> bool:
+    drawn = torch.Tag.nondeterministic_seeded in op.tags
+    return torch.Tag.pointwise in op.tags and not drawn and not op._schema.is_mutable
+
+
+@cache
 def _has_kernel(op: Any) -> bool:
     """Whether an op is no composite of others, any of which may lay out what it makes."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CPU"))
 
 
 def _laid_as(given: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """What a pointwise op's result lies like: its operands if all lie in rows, or the first of its
-    shape, without gaps, if those before have no say in that."""
-    if given and all(each.stride() == contiguous_strides(each.shape) for each in given):
-        try:
-            shape = broadcast_shapes([tuple(each.shape) for each in given])
-        except ValueError:
-            return None
-        return torch.empty(shape, device="meta")
+    """What a pointwise op's result lies like: the first operand of its shape, without gaps, if
+    those before have no say in that; or its operands if all lie in rows."""
     x = max(given, key=lambda each: (each.numel(), each.dim()), default=None)
     if x is None or not all(_spreads(each.shape, x.shape) for each in given):
-        return None
+        return _in_rows(given)
     for each in given:
         if each.shape == x.shape:
             if is_dense(each.shape, each.stride()):
@@ -97,8 +97,18 @@ def _laid_as(given: Sequence[torch.Tensor]) -> torch.Tensor | None:
             others = [other for other in given if other is not each and _has_a_say(other)]
             return _without_gaps(each) if all(_lie_alike(each, x) for x in others) else None
         if _has_a_say(each):
-            return None
-    return None
+            break
+    return _in_rows(given)
+
+
+def _in_rows(given: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A tensor of the shape that operands are broadcast to, if all of them lie in rows."""
+    if not given or any(each.stride() != contiguous_strides(each.shape) for each in given):
+        return None
+    try:
+        return torch.empty(broadcast_shapes([tuple(x.shape) for x in given]), device="meta")
+    except ValueError:
+        return None
 
 
 def _has_a_say(x: torch.Tensor) -> bool:
