@@ -28,6 +28,7 @@ from . import (
     forward_backward,
     group_norms,
     known_masks,
+    margins,
     report,
     saved,
     whole,
@@ -101,6 +102,7 @@ def backend(
     names, number = called.input_names(module), next(_numbers)
     known_masks.flag(module)
     whole.keep(module)
+    margins.write_out(module)
     kept = group_norms.Kept(module)
     cut.write_out(module)
 
