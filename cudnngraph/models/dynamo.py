@@ -29,6 +29,7 @@ from . import (
     group_norms,
     known_masks,
     margins,
+    recurrent,
     report,
     saved,
     whole,
@@ -159,7 +160,8 @@ def backend(
         partition_fn=forward_backward.fewest_bytes(kernels=generates(given.get("policy"))),
         keep_inference_input_mutations=True,
     )
-    with saved.backward_first(), saved.within(given.get("activation_memory_budget")):
+    fewer_bytes = saved.within(given.get("activation_memory_budget"))
+    with saved.backward_first(), fewer_bytes, recurrent.traced_in_cells(module):
         try:
             return compiled(module, example_inputs)
         except Exception as error:
