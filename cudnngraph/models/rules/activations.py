@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...graph.value import Value
 from ...ops.base import LOW_PRECISION
 from ...ops.pointwise import SOFTPLUS_THRESHOLD
-from .base import Arguments, Rule, Skip
+from .base import Arguments, Rule, Skip, rounds_once
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -90,9 +90,9 @@ def _log_sigmoid(c: Importer, a: Arguments) -> Value:
 
 
 def _softplus(c: Importer, a: Arguments) -> Value:
-    if a["threshold"] != SOFTPLUS_THRESHOLD:
-        raise Skip
     dy, x = _operands(c, a)
+    if a["threshold"] != SOFTPLUS_THRESHOLD:
+        rounds_once(c, x)
     inner = c.g.mul(x, float(a["beta"]))
     sloped = c.g.mul(dy, c.g.sigmoid(inner))
     return c.g.where(c.g.gt(inner, float(a["threshold"])), dy, sloped)

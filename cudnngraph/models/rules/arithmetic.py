@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...graph.value import Value
-from ...ops.base import FLOATS, LOW_PRECISION
-from .base import Arguments, Rule, Skip
+from ...ops.base import FLOATS
+from .base import Arguments, Rule, Skip, rounds_once
 from .norm import as_kept
 from .shape import part
 
@@ -17,16 +17,10 @@ if TYPE_CHECKING:
     from ..convert import Importer
 
 
-def _rounds_once(c: Importer, *values: Value) -> None:
-    """Skip what torch rounds once and steps of ours would round several times."""
-    if not c.kernels and any(value.dtype in LOW_PRECISION for value in values):
-        raise Skip
-
-
 def _added(method: str) -> Rule:
     def rule(c: Importer, a: Arguments) -> Value:
         x, one, two = (c.value(a[name]) for name in ("self", "tensor1", "tensor2"))
-        _rounds_once(c, x)
+        rounds_once(c, x)
         made = getattr(c.g, method)(one, two)
         factor = float(a.get("value", 1))
         return c.g.add(x, made if factor == 1 else c.g.mul(made, factor))
@@ -36,24 +30,13 @@ def _added(method: str) -> Rule:
 
 def _lerp(c: Importer, a: Arguments) -> Value:
     x, end, weight = c.value(a["self"]), c.value(a["end"]), a["weight"]
-    _rounds_once(c, x)
+    rounds_once(c, x)
     if not isinstance(weight, (int, float)):
         raise Skip
     way = c.g.sub(end, x)
     if weight < 0.5:  # as torch does: exact at both ends
         return c.g.add(x, c.g.mul(way, float(weight)))
     return c.g.sub(end, c.g.mul(way, 1.0 - float(weight)))
-
-
-def _baddbmm(c: Importer, a: Arguments) -> Value:
-    made = c.g.matmul(c.value(a["batch1"]), c.value(a["batch2"]))
-    alpha, beta = float(a.get("alpha", 1)), float(a.get("beta", 1))
-    _rounds_once(c, made)
-    made = made if alpha == 1 else c.g.mul(made, alpha)
-    if beta == 0:  # whatever stands there
-        return made
-    x = c.value(a["self"])
-    return c.g.add(made, x if beta == 1 else c.g.mul(x, beta))
 
 
 def _sign(c: Importer, a: Arguments) -> Value:
@@ -73,14 +56,14 @@ def _halves(c: Importer, a: Arguments) -> tuple[Value, Value, int]:
 
 def _glu(c: Importer, a: Arguments) -> Value:
     x, gate, _ = _halves(c, a)
-    _rounds_once(c, x)
+    rounds_once(c, x)
     return c.g.mul(x, c.g.sigmoid(gate))
 
 
 def _glu_backward(c: Importer, a: Arguments) -> Value:
     dy = c.value(a["grad_output"])
     x, gate, dim = _halves(c, a)
-    _rounds_once(c, x)
+    rounds_once(c, x)
     opened = c.g.sigmoid(gate)
     dx = c.g.mul(dy, opened)
     return c.g.concat([dx, c.g.mul(c.g.mul(dx, c.g.sub(1.0, opened)), x)], dim)
@@ -118,7 +101,6 @@ RULES: dict[str, Rule] = {
     "addcmul": _added("mul"),
     "addcdiv": _added("div"),
     "lerp": _lerp,
-    "baddbmm": _baddbmm,
     **dict.fromkeys(("sign", "sgn"), _sign),
     "glu": _glu,
     "glu_backward": _glu_backward,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...graph.value import Value
+from ...ops.base import LOW_PRECISION
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -53,3 +54,9 @@ def in_kernels(c: Importer, *values: Value) -> bool:
     """Whether one kernel is generated for several ops of these values: torch runs float64, an op at
     a time."""
     return c.kernels and all(value.dtype != torch.float64 for value in values)
+
+
+def rounds_once(c: Importer, *values: Value) -> None:
+    """Skip what torch rounds once and steps of ours would round several times."""
+    if not c.kernels and any(value.dtype in LOW_PRECISION for value in values):
+        raise Skip

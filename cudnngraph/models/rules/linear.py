@@ -10,7 +10,7 @@ import torch
 from ...graph.value import Value
 from ...ops.checks import broadcast_shapes
 from .attention import written
-from .base import Arguments, Rule, Skip
+from .base import Arguments, Rule, Skip, rounds_once
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -50,12 +50,6 @@ def _linear(c: Importer, a: Arguments) -> Value:
     return y if a["bias"] is None else c.g.add(y, c.value(a["bias"]))
 
 
-def _addmm(c: Importer, a: Arguments) -> Value:
-    if a["beta"] != 1 or a["alpha"] != 1:
-        raise Skip
-    return c.g.add(c.g.matmul(c.value(a["mat1"]), c.value(a["mat2"])), c.value(a["self"]))
-
-
 def _matmul(c: Importer, a: Arguments) -> Value:
     attended = written(c)
     if attended is not None:
@@ -66,15 +60,50 @@ def _matmul(c: Importer, a: Arguments) -> Value:
 
 def _of_vector(c: Importer, a: Arguments) -> Value:
     """A matrix times a vector, or one vector times another, as a product of two matrices."""
-    x, y = c.value(a["self"]), c.value(next(a[n] for n in ("vec", "tensor", "other") if n in a))
+    x = c.value(a["mat"] if "mat" in a else a["self"])
+    y = c.value(next(a[n] for n in ("vec", "tensor", "other") if n in a))
     rows = x if len(x.shape) == 2 else c.g.reshape(x, (1, *x.shape))
     made = c.g.matmul(rows, c.g.reshape(y, (*y.shape, 1)))
     return c.g.reshape(made, tuple(x.shape[:-1]))
 
 
+def _outer(c: Importer, a: Arguments) -> Value:
+    x, y = c.value(a["vec1"]), c.value(a["vec2"])
+    made: Value = c.g.mul(c.g.reshape(x, (*x.shape, 1)), y)
+    return made
+
+
+def _of_batches(c: Importer, a: Arguments) -> Value:
+    return _product(c, c.value(a["batch1"]), c.value(a["batch2"]))
+
+
+def _of_matrices(c: Importer, a: Arguments) -> Value:
+    return _product(c, c.value(a["mat1"]), c.value(a["mat2"]))
+
+
+def _added(product: Rule) -> Rule:
+    """beta * self + alpha * product."""
+
+    def rule(c: Importer, a: Arguments) -> Value:
+        alpha, beta = float(a.get("alpha", 1)), float(a.get("beta", 1))
+        made: Value = product(c, a)
+        if (alpha, beta) != (1, 1):
+            rounds_once(c, made)
+        made = made if alpha == 1 else c.g.mul(made, alpha)
+        if beta == 0:  # whatever stands there
+            return made
+        x = c.value(a["self"])
+        return c.g.add(made, x if beta == 1 else c.g.mul(x, beta))
+
+    return rule
+
+
 RULES: dict[str, Rule] = {
     "linear": _linear,
-    "addmm": _addmm,
+    "addmm": _added(_of_matrices),
+    "baddbmm": _added(_of_batches),
+    "addmv": _added(_of_vector),
+    "addr": _added(_outer),
     **dict.fromkeys(("mm", "bmm", "matmul"), _matmul),
     **dict.fromkeys(("mv", "dot", "vdot"), _of_vector),
 }

@@ -14,7 +14,7 @@ from ...graph.value import Value
 from ...ops.base import FLOATS, LOW_PRECISION
 from ...ops.pointwise import SOFTPLUS_THRESHOLD
 from ..norm_patterns import match_normalize
-from .base import Arguments, Rule, Skip, cast_to, first, gives_many, reads
+from .base import Arguments, Rule, Skip, cast_to, first, gives_many, reads, rounds_once
 from .norm import written_norm
 
 if TYPE_CHECKING:
@@ -263,9 +263,14 @@ def _x_log_y(c: Importer, a: Arguments) -> Value:
 
 
 def _softplus(c: Importer, a: Arguments) -> Value:
-    if a["threshold"] != SOFTPLUS_THRESHOLD:
+    x, beta, threshold = c.value(a["self"]), float(a["beta"]), float(a["threshold"])
+    y = c.g.softplus(x, beta)
+    if threshold == SOFTPLUS_THRESHOLD:
+        return y
+    if threshold > SOFTPLUS_THRESHOLD:  # between the two float64 knows the difference
         raise Skip
-    return c.g.softplus(c.value(a["self"]), float(a["beta"]))
+    rounds_once(c, x)
+    return c.g.where(c.g.gt(c.g.mul(x, beta), threshold), x, y)
 
 
 def _clamp(c: Importer, a: Arguments) -> Value:

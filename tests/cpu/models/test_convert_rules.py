@@ -485,10 +485,10 @@ def test_means_of_16_bit_images_are_one_kernel_of_torchs() -> None:
     numerics.check(ours, 2 * x.double().mean((2, 3)), torch.float16)
 
 
-def test_softplus_with_another_threshold_is_torchs() -> None:
-    imported = check(nn.Softplus(1, 2.0), torch.linspace(-4, 4, 9))
+def test_softplus_with_a_higher_threshold_is_torchs() -> None:
+    imported = check(nn.Softplus(1, 22.0), torch.linspace(-4, 24, 9))
     assert [each.overload for each in imported.opaque] == ["aten.softplus.default"]
-    assert not check(nn.Softplus(2), torch.linspace(-4, 4, 9)).opaque
+    assert not check(nn.Softplus(2, 3.0), torch.linspace(-4, 4, 9)).opaque
 
 
 def test_an_exponent_may_be_a_tensor() -> None:

@@ -115,6 +115,22 @@ COMPUTED: dict[str, tuple[Function, Shapes]] = {
         lambda x, y, z: torch.baddbmm(x, y, z, beta=0.5, alpha=0.3),
         ((2, 3, 5), (2, 3, 4), (2, 4, 5)),
     ),
+    "matrices of a layer added": (
+        lambda x, y, z: torch.addmm(x, y, z, beta=0.5, alpha=-0.3) + torch.addmm(x, y, z, beta=0),
+        ((5,), (3, 4), (4, 5)),
+    ),
+    "a matrix and a vector added": (
+        lambda x, y, z: torch.addmv(x, y, z, beta=0.5, alpha=2) + torch.addmv(x, y, z.exp()),
+        ((3,), (3, 4), (4,)),
+    ),
+    "vectors added": (
+        lambda x, y, z: torch.addr(x, y, z, beta=2, alpha=0.5) * torch.addr(x, y.tanh(), z),
+        ((3, 4), (3,), (4,)),
+    ),
+    "straight from one on": (
+        lambda x: F.softplus(x, 2, threshold=1) + F.softplus(x, threshold=0.5),
+        PAIR[:1],
+    ),
     "a vector and a matrix": (lambda w, x: w.tanh() @ x, ((3, 5), (5,))),
     "two vectors": (lambda x, y: x.tanh().dot(y) + torch.vdot(x, y.exp()), ((5,), (5,))),
     "variances": (
