@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..ir.spec import overlaps_itself
 from ..ops import meta as forms
 from ..ops.forms import empty_like_meta
-from . import finite, flex
+from . import casts, finite, flex
 from .aliases import Aliases
 from .compiler import COMPILER, aside, is_there, saying
 from .covariances import COVARIANCES
@@ -72,6 +72,8 @@ _OF_MEMORY: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name)
     for name in ("data_ptr", "storage", "_typed_storage", "untyped_storage")
 )
+#: Those that are made of products, which autocast casts for.
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _WRITTEN_OUT = {**SPECTRA, **COVARIANCES}
 #: What assigns to ``tensor.data``, which no op says.
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -352,21 +354,25 @@ class Traced:
                 raise Writes(function, self._real[id(args[0])][1])
             raise Assigns(_line())
         name = _FUNCTIONS.get(function)
-        plain = not torch.is_grad_enabled() and not _casts()
-        if function is torch.einsum and plain and (pair := product(*args, **kwargs)) is not None:
+        # Under gradients and vmap they are what torch makes of them.
+        plain = not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+        if (
+            function is torch.einsum
+            and plain
+            and not casts.enabled()
+            and (pair := product(*args, **kwargs)) is not None
+        ):
             function, name, args, kwargs = torch.matmul, "matmul", pair, {}
         if function in _WRITTEN_OUT and plain:
             with suppress(TypeError):
                 return _WRITTEN_OUT[function](*args, **kwargs)
         if name is None:
             return function(*args, **kwargs)
-        if _casts():
-            raise Untraceable(f"{name} under autocast")
-        if torch.is_grad_enabled():  # the ops that torch makes of it have gradients
+        if not plain or (name in _RECURRENT and casts.enabled()):
             return function(*args, **kwargs)
         try:
             if function is F.interpolate:
-                return self._new(*interpolation(*args, **kwargs))
+                return self._whole(*interpolation(*args, **kwargs))
             packet = getattr(_aten, name)
             placed, named = as_declared(packet, function, args, kwargs)
             which = torch._C._jit_resolve_packet(f"aten::{name}", *placed, **named)
@@ -374,8 +380,20 @@ class Traced:
                 raise TypeError
         except (KeyError, TypeError, RuntimeError):  # arguments that only Python takes
             return function(*args, **kwargs)
-        made = self._new(getattr(packet, which or "default"), placed, named)
+        made = self._whole(getattr(packet, which or "default"), placed, named)
         return tuple(made) if isinstance(made, list) else made
+
+    def _whole(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """The results of an op of :data:`ATOMIC`, whose operands autocast may cast."""
+        if casts.enabled():
+            args, kwargs = casts.applied(op, args, kwargs, self._in_float32)
+        return self._new(op, args, kwargs)
+
+    def _in_float32(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same form that no node is."""
+        shape = self._without_memory(tensor)
+        with _no_modes():
+            return MetaTensor(shape.meta.float(), shape.device)
 
     def _new(self, op: Any, args: Any, kwargs: Any) -> Any:
         """The results of an op that makes tensors."""
@@ -528,10 +546,6 @@ def _check_leaves(leaves: Sequence[Any], *, gives: bool) -> None:
             raise Foreign(leaf, gives=gives)
 
 
-def _casts() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-
-
 def _no_modes() -> Any:
     """Without the modes of the run, for what is no part of it."""
     return torch._C._DisableTorchDispatch()
@@ -582,7 +596,7 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _CASTS:  # which a function of flex attention's makes below autograd
             with self:
                 return func.decompose(*args, **(kwargs or {}))
-        with self._run.noticing():
+        with self._run.noticing(), torch._C.DisableTorchFunction():  # on, if no function was called
             return self._run.dispatched(func, args, kwargs or {})
 
 
@@ -624,10 +638,8 @@ def trace(
     The compiler is kept out while it is not there yet, for what a model compiles within itself,
     control flow among it, and stands aside where it is.
     """
-    if _casts():
-        return None
     try:
-        with saying(way):
+        with saying(way), casts.none_kept():
             return _traced(model, args, kwargs)
     except (Writes, Overlaps, Assigns, Swaps, ForwardMode, Foreign, Mixed):
         raise

@@ -1,7 +1,8 @@
-"""Models that differentiate within their forward, as those of forces do."""
+"""Models that differentiate within their forward, as those of forces do, or map by vmap."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -136,3 +137,26 @@ def test_gradients_of_what_records_none_are_refused_with_the_mend() -> None:
     says += r"\(test_inner_gradients\.py:\d+ in forward: return torch\.autograd\.grad\(.*\); "
     with pytest.raises(CannotImport, match=says + r"compute .* within torch\.enable_grad\(\)"):
         cg.fuse(Of(forward, l=nn.Linear(3, 3)).eval(), torch.randn(2, 3))
+
+
+MAPPED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "columns": lambda m, x: torch.vmap(lambda t: t.roll(1) * t.sum(), out_dims=1)(x),
+    "two": lambda m, x: torch.vmap(lambda t, k: t * k.max(), in_dims=(0, None))(x, x[0]),
+    "whole ops": lambda m, x: torch.vmap(lambda t: F.layer_norm(m.l(t), (4,)).softmax(-1))(x),
+    "members": lambda m, x: torch.vmap(lambda w, t: t @ w.t(), in_dims=(0, None))(
+        m.l.weight.expand(2, 4, 4), x
+    ).mean(0),
+    "maps of maps": lambda m, x: torch.vmap(torch.vmap(lambda a: a * 2 + m.l.bias[0]))(x),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_what_vmap_maps_is_traced(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Of(MAPPED[name], l=nn.Linear(4, 4)).eval(), torch.randn(4, 4)
+    wide = copy.deepcopy(model).double()
+    assert trace.trace(copy.deepcopy(model), (x,), {}) is not None
+    fused = cg.fuse(model, x)
+    for y in (x, x.flip(0) * 0.5):
+        with torch.no_grad():
+            numerics.check(fused(y), wide(y.double()), torch.float32, model(y), terms=4)
