@@ -37,6 +37,7 @@ from . import casts, finite, flex
 from .aliases import Aliases
 from .compiler import COMPILER, aside, is_there, saying
 from .covariances import COVARIANCES
+from .ctc import CTC
 from .dtypes import Mixed, dtypes_of_product
 from .known_forms import KnownForms, mapped
 from .picked import SIZES, Picks, Unpicked
@@ -74,7 +75,7 @@ _OF_MEMORY: frozenset[Any] = frozenset(
 )
 #: Those that are made of products, which autocast casts for.
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-_WRITTEN_OUT = {**SPECTRA, **COVARIANCES}
+_WRITTEN_OUT = {**SPECTRA, **COVARIANCES, **CTC}
 #: What assigns to ``tensor.data``, which no op says.
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 #: What makes Python's or numpy's numbers of a tensor.

@@ -222,3 +222,19 @@ def test_a_later_call_in_another_dtype_is_refused_as_in_torch() -> None:
     with pytest.raises(cg.CannotImport, match=r"computes aten\.linear of float64 and float32"):
         fused(torch.randn(2, 4, dtype=F64))
     fused(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_lengths_of_a_ctc_loss_are_numbers(reduction: str) -> None:
+    def loss(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        lengths = (9, 8), (3, 2)
+        return F.ctc_loss(x.log_softmax(-1), labels, *lengths, reduction=reduction)
+
+    def of_tensors(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.ctc_loss(x.log_softmax(-1), labels, torch.tensor([9, 8]), torch.tensor([3, 2]))
+
+    x, labels = torch.randn(9, 2, 5), torch.randint(1, 5, (2, 3))
+    with pytest.raises(cg.CannotImport, match="give the lengths as tuples of numbers"):
+        cg.fuse(Of(of_tensors).eval(), (x, labels))
+    made = cg.fuse(Of(loss).eval(), (x, labels))(x, labels)
+    numerics.check(made, loss(x.double(), labels), F32, loss(x, labels), terms=9)
