@@ -20,6 +20,7 @@ from ..errors import CannotImport
 from ..runtime.state import Held, check_kept
 from . import trace as tracer
 from .compiler import WAYS
+from .distributions import unvalidated
 from .dtypes import Mixed
 from .encoders import told_by_masks_alone
 from .experts import by_groups
@@ -64,7 +65,7 @@ def export(
     Raises :class:`CannotImport` for a model that changes its state or its inputs, and for one
     whose ops depend on the numbers in its tensors. The model is left as it was.
     """
-    with _one_at_a_time, by_groups(model), told_by_masks_alone(model):
+    with _one_at_a_time, by_groups(model), told_by_masks_alone(model), unvalidated():
         return _exported(model, args, kwargs)
 
 

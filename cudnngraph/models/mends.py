@@ -14,6 +14,7 @@ _MENDS = {
     "linalg.lstsq": "for a matrix of full rank take q, r = torch.linalg.qr(a) and "
     "torch.linalg.solve_triangular(r, q.mT @ b, upper=True)",
     "ctc_loss": "give the lengths as tuples of numbers",
+    "validate_args=True": "leave validate_args out",
     "tolist": _ONE_SHAPE,
     "bincount": "count by torch.nn.functional.one_hot(x, num_classes).sum(0)",
     "repeat_interleave": "say how many rows that makes, as output_size=",

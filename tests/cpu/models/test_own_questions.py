@@ -224,6 +224,36 @@ def test_a_later_call_in_another_dtype_is_refused_as_in_torch() -> None:
     fused(torch.randn(3, 4))
 
 
+def _distributions(x: torch.Tensor) -> torch.Tensor:
+    mean, width = x.chunk(2, 1)
+    normal = torch.distributions.Normal(mean, F.softplus(width) + 0.1)
+    prior = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+    apart = torch.distributions.kl_divergence(normal, prior)
+    choice = torch.distributions.Categorical(logits=mean)
+    told = choice.log_prob(mean.argmax(-1)) + choice.entropy()
+    return normal.log_prob(mean + 1) + apart + choice.probs * told[:, None]
+
+
+def test_distributions_do_not_ask_whether_their_arguments_are_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+    x, other = torch.randn(3, 8), torch.randn(3, 8)
+    fused = cg.fuse(Of(_distributions).eval(), x)
+    for y in (x, other):
+        numerics.check(fused(y), _distributions(y.double()), F32, _distributions(y), terms=4)
+    with pytest.raises(ValueError, match="to satisfy the constraint"):  # torch asks as before
+        torch.distributions.Normal(x, -torch.ones_like(x))
+
+
+def test_distributions_that_are_told_to_ask_are_refused_with_the_mend() -> None:
+    def told(x: torch.Tensor) -> torch.Tensor:
+        return torch.distributions.Normal(x, x.exp(), validate_args=True).mean
+
+    with pytest.raises(cg.CannotImport, match="; leave validate_args out"):
+        cg.fuse(Of(told).eval(), torch.randn(3, 4))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_lengths_of_a_ctc_loss_are_numbers(reduction: str) -> None:
     def loss(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
