@@ -37,6 +37,16 @@ def _roll(c: Importer, a: Arguments) -> Value:
     return x
 
 
+def _rot90(c: Importer, a: Arguments) -> Value:
+    x, turns, (first, second) = c.value(a["self"]), a["k"] % 4, a["dims"]
+    rank = len(x.shape)
+    flipped = ((), (second,), (first, second), (first,))[turns]
+    if flipped:
+        dims = [dim % rank for dim in flipped]
+        x = c.g.aten([x], "aten.flip.default", (("tensor", 0), ("list", *dims)))
+    return c.g.transpose(x, first, second) if turns % 2 else x
+
+
 def _channel_shuffle(c: Importer, a: Arguments) -> Value:
     x, groups = c.value(a["self"]), int(a["groups"])
     n, channels, *pixels = x.shape
@@ -204,6 +214,7 @@ def _triangle(upper: bool) -> Rule:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("scatter", "scatter_add"), _scatter),
     "roll": _roll,
+    "rot90": _rot90,
     "channel_shuffle": _channel_shuffle,
     "pixel_shuffle": _pixel_shuffle,
     "pixel_unshuffle": _pixel_unshuffle,

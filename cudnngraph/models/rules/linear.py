@@ -55,7 +55,14 @@ def _matmul(c: Importer, a: Arguments) -> Value:
     if attended is not None:
         return attended
     other = a["mat2"] if "mat2" in a else a["other"]
-    return _product(c, c.value(a["self"]), c.value(other))
+    x, y = c.value(a["self"]), c.value(other)
+    if min(len(x.shape), len(y.shape)) > 1:
+        return _product(c, x, y)
+    rows = x if len(x.shape) > 1 else c.g.reshape(x, (1, *x.shape))
+    columns = y if len(y.shape) > 1 else c.g.reshape(y, (*y.shape, 1))
+    made = _product(c, rows, columns)
+    shape = made.shape[:-2] + made.shape[-2:-1] * (rows is x) + made.shape[-1:] * (columns is y)
+    return c.g.reshape(made, shape)
 
 
 def _of_vector(c: Importer, a: Arguments) -> Value:
@@ -98,6 +105,30 @@ def _added(product: Rule) -> Rule:
     return rule
 
 
+#: How ``_trilinear`` repeats its operands, and what it sums over, for ``nn.Bilinear``.
+_BILINEAR = {
+    "expand1": [1, 3],
+    "expand2": [0],
+    "expand3": [1, 2],
+    "sumdim": [2, 3],
+}
+
+
+def _trilinear(c: Importer, a: Arguments) -> Value:
+    """The product of ``nn.Bilinear``, sum of x[n, i] w[k, i, j] y[n, j], as two matmuls."""
+    if any(list(a[name]) != dims for name, dims in _BILINEAR.items()):
+        raise Skip
+    x, y, weight = c.value(a["i1"]), c.value(a["i3"]), a["i2"]
+    results, first, second = weight.shape
+    if isinstance(weight, torch.Tensor):
+        columns = c.constant(weight.transpose(0, 1).reshape(first, results * second), "weight")
+    else:
+        columns = c.g.reshape(c.g.transpose(weight, 0, 1), (first, results * second))
+    rows = c.g.reshape(c.g.matmul(x, columns), (x.shape[0], results, second))
+    made = c.g.matmul(rows, c.g.reshape(y, (*y.shape, 1)))
+    return c.g.reshape(made, (x.shape[0], results))
+
+
 RULES: dict[str, Rule] = {
     "linear": _linear,
     "addmm": _added(_of_matrices),
@@ -105,5 +136,6 @@ RULES: dict[str, Rule] = {
     "addmv": _added(_of_vector),
     "addr": _added(_outer),
     **dict.fromkeys(("mm", "bmm", "matmul"), _matmul),
+    "_trilinear": _trilinear,
     **dict.fromkeys(("mv", "dot", "vdot"), _of_vector),
 }

@@ -175,6 +175,8 @@ def _group_norm(c: Importer, a: Arguments) -> Any:
     """
     many = gives_many(c.node)
     x = c.value(a["input"])
+    if len(x.shape) == 2 and not many:
+        return _group_norm_of_rows(c, x, a)
     if not takes_group_norm(c, x):
         raise Skip
     weight, bias = None if a["weight"] is None else c.value(a["weight"]), a["bias"]
@@ -196,6 +198,18 @@ def _group_norm(c: Importer, a: Arguments) -> Any:
     elif bias is not None:
         y = c.g.bias(y, c.g.reshape(c.g.expand(bias, x.shape[:2], (1,)), column))
     return (y, *statistics) if many else y
+
+
+def _group_norm_of_rows(c: Importer, x: Value, a: Arguments) -> Value:
+    """A group norm of rows (N, C), without an image: a layer norm of the groups of each row."""
+    if not c.kernels:
+        raise Skip
+    size = x.shape[1] // int(a["num_groups"])
+    ones = c.constant(torch.ones(size, dtype=x.dtype, device=c.device))
+    y = c.g.layer_norm(c.g.reshape(x, (-1, size)), ones, eps=float(a["eps"]))
+    y = c.g.reshape(y, x.shape)
+    y = y if a["weight"] is None else c.g.mul(y, c.value(a["weight"]))
+    return y if a["bias"] is None else c.g.add(y, c.value(a["bias"]))
 
 
 def _group_affine(c: Importer, a: Arguments) -> tuple[Value, Value]:

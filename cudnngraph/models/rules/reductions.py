@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from ...ops.base import FLOATS, LOW_PRECISION
 from . import pointwise
 from .base import Arguments, Rule, Skip, cast_to, gives_many, in_kernels, reads, spread
 from .contraction import contracted
+from .shape import part
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -219,6 +221,25 @@ def _logsumexp(c: Importer, a: Arguments) -> Value:
     return _narrowed(c, a, c.g.reshape(y, tuple(c.node.meta["val"].shape)))
 
 
+#: How many factors along a dim are multiplied one by one.
+MOST_FACTORS = 8
+
+
+def _product(c: Importer, a: Arguments) -> Value:
+    """A product along a dim of few elements, in float32 for 16 bits."""
+    x, made = c.value(a["self"]), c.node.meta["val"]
+    if "dim" not in a or not x.shape or not in_kernels(c, x):
+        raise Skip
+    dim = a["dim"] % len(x.shape)
+    if not 0 < x.shape[dim] <= MOST_FACTORS or not {x.dtype, made.dtype} <= {*FLOATS}:
+        raise Skip
+    wide = torch.promote_types(torch.float32, made.dtype)
+    x = x if x.dtype == wide else c.g.cast(x, wide)
+    factors = (part(c, x, dim, place, place + 1) for place in range(x.shape[dim]))
+    y = c.g.reshape(reduce(c.g.mul, factors), tuple(made.shape))
+    return y if made.dtype == wide else c.g.cast(y, made.dtype)
+
+
 def _of_images(x: Value, dims: Sequence[int] | None) -> bool:
     """Whether dims are all those behind the channels, of one to three."""
     rank = len(x.shape)
@@ -231,6 +252,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("linalg_vector_norm", "norm"), _vector_norm),
     "_weight_norm_interface": _weight_norm,
     "_weight_norm_interface_backward": _weight_norm_backward,
+    "prod": _product,
     "nansum": _nan_sum,
     "count_nonzero": _count_nonzero,
     "var": _spread_of(root=False),

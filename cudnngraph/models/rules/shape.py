@@ -323,6 +323,22 @@ def _select(c: Importer, a: Arguments) -> Value:
     return c.g.reshape(part(c, x, dim, index, index + 1), (*x.shape[:dim], *x.shape[dim + 1 :]))
 
 
+def _diagonal(c: Importer, a: Arguments) -> Value:
+    """A slice of the elements of each matrix in a row."""
+    x, offset, count = c.value(a["self"]), a["offset"], c.node.meta["val"].shape[-1]
+    rank = len(x.shape)
+    first, second = a["dim1"] % rank, a["dim2"] % rank
+    if not count or not isinstance(offset, int):
+        raise Skip
+    before = [dim for dim in range(rank) if dim not in (first, second)]
+    columns = x.shape[second]
+    start = offset if offset >= 0 else -offset * columns
+    shape = (*(x.shape[dim] for dim in before), x.shape[first] * columns)
+    rows = c.g.reshape(c.g.permute(x, (*before, first, second)), shape)
+    stop = start + (count - 1) * (columns + 1) + 1
+    return part(c, rows, rank - 2, start, stop, columns + 1)
+
+
 def last_pair(c: Importer, x: Value) -> tuple[Value, Value]:
     """The first and the second elements of pairs (..., 2), each (...)."""
     dim = len(x.shape) - 1
@@ -411,6 +427,7 @@ RULES: dict[str, Rule] = {
     "slice": _slice,
     "narrow": _narrow,
     "select": _select,
+    "diagonal": _diagonal,
     **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
     **dict.fromkeys(("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"), _split),
     **dict.fromkeys(("split_copy", "split_with_sizes_copy"), _split),
