@@ -149,7 +149,8 @@ def foreign(model: nn.Module, kind: str, *, gives: bool) -> str:
 #: What is to be said of a model that changes something in place.
 _NO_GRAPH = (
     "which a graph does not (a batch norm in training mode, a counter, a cache?); "
-    "call model.eval(), or return the new value"
+    "call model.eval(), or return the new value; "
+    'torch.compile(model, backend="cudnngraph") writes it'
 )
 
 

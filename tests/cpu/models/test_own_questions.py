@@ -3,6 +3,7 @@ where that can be, refused with the name and the mend where not."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import cudnngraph as cg
 from tests import numerics
+from tests.fused import compiled
 
 F32 = torch.float32
 
@@ -268,3 +270,28 @@ def test_lengths_of_a_ctc_loss_are_numbers(reduction: str) -> None:
         cg.fuse(Of(of_tensors).eval(), (x, labels))
     made = cg.fuse(Of(loss).eval(), (x, labels))(x, labels)
     numerics.check(made, loss(x.double(), labels), F32, loss(x, labels), terms=9)
+
+
+class Remembers(nn.Module):
+    """A running mean that each call writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(x.mean(0), 0.25)
+        return x - self.mean
+
+
+def test_a_buffer_that_each_call_writes_is_refused_with_a_mend_that_writes_it() -> None:
+    model, exact = Remembers().eval(), Remembers().eval().double()
+    own = copy.deepcopy(model)
+    x, other = torch.randn(5, 3), torch.randn(5, 3)
+    with pytest.raises(cg.CannotImport, match=re.escape('backend="cudnngraph") writes it')):
+        cg.fuse(model, x)
+    fast = compiled(model)
+    with torch.no_grad():
+        for y in (x, other):
+            numerics.check(fast(y), exact(y.double()), F32, own(y), terms=5)
+        numerics.check(model.mean, exact.mean, F32, own.mean, terms=5)
