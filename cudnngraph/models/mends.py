@@ -6,7 +6,10 @@ _ONE_SHAPE = (
     "choose with torch.where among results of one shape; in the place of a loop over experts, sort "
     "rows by expert and multiply them by torch.nn.functional.grouped_mm"
 )
-_ELSE = 'else torch.compile(model, backend="cudnngraph") runs it between two graphs'
+_ELSE = (
+    'else torch.compile(model, backend="cudnngraph") runs it between two graphs, or in a loop the '
+    "function around it by torch"
+)
 #: Ops of torch that ask for numbers by themselves.
 ASKING = ("linalg.lstsq",)
 #: The mend, by a part of the name of an op or of the line that calls it.
