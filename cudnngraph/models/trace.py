@@ -18,7 +18,7 @@ import operator
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -640,7 +640,7 @@ def trace(
     control flow among it, and stands aside where it is.
     """
     try:
-        with saying(way), casts.none_kept():
+        with saying(way), casts.none_kept(), _unfused_scripts():
             return _traced(model, args, kwargs)
     except (Writes, Overlaps, Assigns, Swaps, ForwardMode, Foreign, Mixed):
         raise
@@ -649,6 +649,13 @@ def trace(
             asked.append(error.line)
         _log.debug("%s is not traced: %s: %s", type(model).__name__, type(error).__name__, error)
         return None
+
+
+def _unfused_scripts() -> AbstractContextManager[None]:
+    """Have parts that torch.jit has scripted run op by op: what it has fused runs below modes."""
+    jit: Any = torch.jit
+    made: AbstractContextManager[None] = jit.optimized_execution(False)
+    return made
 
 
 def _traced(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:

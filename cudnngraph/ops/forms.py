@@ -47,7 +47,7 @@ def _pointwise(a: Mapping[str, Any]) -> torch.Tensor | None:
 def elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The result of an op that torch says is pointwise: its dtype is what the op makes of one
     number of each operand, on the CPU."""
-    if not _is_pointwise(op):
+    if not _is_pointwise(op) or any(isinstance(x, _PLACES) for x in (*args, *kwargs.values())):
         return None
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     strided = all(each.layout == torch.strided and not each.is_complex() for each in given)
@@ -70,6 +70,9 @@ def elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torc
     if type(made) is not torch.Tensor or any(made is each for each in ones):
         return None
     return torch.empty_strided(laid.shape, laid.stride(), dtype=made.dtype, device="meta")
+
+
+_PLACES = (torch.device, torch.layout, torch.memory_format)  # that an operand is copied to
 
 
 @cache

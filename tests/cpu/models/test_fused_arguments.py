@@ -375,15 +375,36 @@ def test_results_that_hold_tensors_in_objects_are_refused() -> None:
         cg.fuse(Of(lambda m, x: (x, [Cache(x)])).eval(), image(2))
 
 
+class Decides(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool(x.sum() > 0):
+            return x * 2
+        return x
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_scripted_model_is_refused() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4)).eval())
     mend = "which cannot be traced; use the module that torch.jit was given"
     with pytest.raises(cg.CannotImport, match=rf"ScriptModule is a ScriptModule, {mend}"):
         cg.fuse(scripted, image(2, 4))
-    part = nn.Sequential(nn.ReLU(), scripted).eval()
+    part = nn.Sequential(nn.ReLU(), torch.jit.script(Decides())).eval()
     with pytest.raises(cg.CannotImport, match=rf"Sequential has a ScriptModule, '1', {mend}"):
         cg.fuse(part, image(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("runs", [0, 4])
+def test_a_scripted_part_without_choices_is_traced(runs: int) -> None:
+    """Also one that torch.jit has run often enough to have fused its ops."""
+    torch.manual_seed(0)
+    part = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sigmoid()).eval())
+    model, x = nn.Sequential(nn.ReLU(), part).eval(), image(2, 4)
+    for _ in range(runs):
+        model(x)
+    fused = cg.fuse(model, x)
+    assert fused.report is not None and not fused.report.opaque
+    torch.testing.assert_close(fused(-x), model(-x), rtol=1e-5, atol=1e-6)
 
 
 def test_torch_is_told_of_no_class() -> None:

@@ -105,6 +105,13 @@ def test_ones_of_operands_have_their_dims_for_promotion() -> None:
         assert mine is not None and mine.dtype == _aten.add.Tensor(*args).dtype
 
 
+def test_copies_to_a_layout_are_left_to_torch() -> None:
+    x = on_meta(torch.ones(2, 3, 4, 5))
+    for op in (_aten.clone.default, _aten._to_copy.default):
+        made = meta.infer(op, x, memory_format=torch.channels_last)
+        assert made.is_contiguous(memory_format=torch.channels_last)
+
+
 def others(draw: random.Random) -> Iterator[tuple[Any, list[Any]]]:
     """Calls of ops that are no pointwise ones."""
     rank = draw.randrange(1, 5)
