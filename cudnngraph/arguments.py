@@ -154,7 +154,7 @@ _KINDS: Mapping[str, tuple[Any, str]] = {
     "Sequence[int]": (wholes, "a tuple of ints"),
     "Sequence[str]": (
         lambda value: isinstance(value, (tuple, list)) and all(type(each) is str for each in value),
-        "a list of texts",
+        "a list of strings",
     ),
     "tuple[int, ...]": (wholes, "a tuple of ints"),
     "Ints": (lambda value: whole(value) or wholes(value), "an int, or several"),

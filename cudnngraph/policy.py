@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal, TypedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypedDict
 
-from .arguments import NotPlain, expected, plain
+from .arguments import NotPlain, expected, is_a, plain
 from .errors import PolicyError
 
 Tune = Literal["heuristic", "autotune", "cached"]
@@ -118,6 +118,17 @@ def check_options(names: Iterable[str]) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise PolicyError(f"unknown option {', '.join(unknown)}; a policy has {', '.join(known)}")
+
+
+def with_options(policy: Policy | None, options: Mapping[str, Any]) -> Policy:
+    """Return ``policy``, by default one of defaults, with fields that are given as keywords.
+
+    Raises :class:`PolicyError` for what is no policy, no field or no value of a field.
+    """
+    if not (policy is None or isinstance(policy, Policy)):
+        raise PolicyError(f"policy {is_a(policy)}; expected a cudnngraph.Policy or None")
+    check_options(options)
+    return replace(policy or Policy(), **options)
 
 
 class PolicyOptions(TypedDict, total=False):

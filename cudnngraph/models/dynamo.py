@@ -40,6 +40,7 @@ from .convert import convert
 from .devices import device_of, elsewhere, placed, reads_elsewhere, traced_on
 from .draws import Draw, take_out
 from .garbage import new_collected
+from .options import check_options, policy_of
 from .replay import Replayed, ReplayedBackward, Steps
 from .report import Report
 from .results import Places, results_in
@@ -73,8 +74,9 @@ def backend(
     in training its forward and its backward are. Weights are bound, batch norms folded into them,
     for inference; weights that change are taken anew. Random numbers are torch's, drawn
     anew for each call. What cannot be imported runs as torch's own graph, and the log and
-    :func:`cudnngraph.reports` say why. ``options``: ``channels_last`` (bool), ``policy``,
-    ``max_shapes``, ``check`` (bool; by default as ``CUDNNGRAPH_CHECK`` says), and
+    :func:`cudnngraph.reports` say why. ``options``: ``channels_last`` (bool), ``policy``
+    or fields of one (``tune``), ``max_shapes``, ``check`` (bool; by default as ``CUDNNGRAPH_CHECK``
+    says), and
     ``activation_memory_budget`` (0 to 1; by default torch's setting of that name, 1): the part of
     the bytes, of those that a forward would keep for its backward, that it may keep; the backward
     computes the rest again. ``mode="reduce-overhead"`` has forward and backward run as CUDA graphs
@@ -88,15 +90,14 @@ def backend(
     """
     from torch._dynamo.backends.common import aot_autograd
 
-    unknown = [name for name in options or {} if name not in _OPTIONS]
-    if unknown:
-        what = f"option {', '.join(unknown)}"
-        raise PolicyError(f"{what} is unknown to this backend; options are {', '.join(_OPTIONS)}")
+    given: dict[str, Any] = {"check": settings.current().check, "max_shapes": MAX_SHAPES}
+    given |= options or {}
+    others = {name: given.pop(name) for name in list(given) if name not in _OPTIONS}
+    policy = policy_of(given.get("policy"), others, "this backend", _OPTIONS)
     if mode not in (None, *_MODES):
         raise PolicyError(f"mode={mode!r} is unknown to this backend; it has {', '.join(_MODES)}")
-    given = {"check": settings.current().check, **(options or {}), "mode": mode}
-    if type(given["check"]) is not bool:
-        raise PolicyError(f"check={shown(given['check'])}; expected True or False")
+    given |= {"policy": policy, "mode": mode}
+    check_options(given["max_shapes"], given.get("channels_last"), check=given["check"])
     budget = given.get("activation_memory_budget")
     if budget is not None and not (type(budget) in (int, float) and 0 <= budget <= 1):
         raise PolicyError(f"activation_memory_budget={shown(budget)}; expected 0 to 1, or None")
@@ -157,7 +158,7 @@ def backend(
         fw_compiler=training,
         bw_compiler=backward,
         inference_compiler=inference,
-        partition_fn=forward_backward.fewest_bytes(kernels=generates(given.get("policy"))),
+        partition_fn=forward_backward.fewest_bytes(kernels=generates(policy)),
         keep_inference_input_mutations=True,
     )
     fewer_bytes = saved.within(given.get("activation_memory_budget"))
@@ -229,10 +230,10 @@ class _Compiled:
         self._check = bool(options["check"])
         self._static = tuple(place for place in static if place not in self._written)
         self._last = bool(options.get("channels_last", False))
-        self._policy = options.get("policy")
+        self._policy = options["policy"]
         self._replays = options.get("mode") == "reduce-overhead"
         self.steps = Steps() if steps is None else steps
-        self._max_shapes = int(options.get("max_shapes", MAX_SHAPES))
+        self._max_shapes = int(options["max_shapes"])
         self._forms: dict[Hashable, Any] = {}
         self._weights: tuple[Any, ...] = ()
         self._alive: list[torch.Tensor] = []  # or other weights might come to lie in their memory

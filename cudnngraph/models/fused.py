@@ -15,13 +15,12 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..arguments import items, shown
+from ..arguments import items
 from ..cache.distributed import is_distributed
 from ..errors import (
     BindError,
@@ -42,8 +41,14 @@ from .export import asks, is_recording
 from .form import Form, Options, difference, make
 from .garbage import old_left_alone
 from .numbers import Numbers, warn_of
+from .options import check_dtype, check_kwargs, check_options, policy_of
 from .report import Report
 from .stand_in import Parts, StandIn, check_mode, first_floating_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..policy import PolicyOptions
 
 _log = logging.getLogger(__name__)
 MANY_CHANGES = 8  # of a model, at which the log says what they cost
@@ -77,17 +82,9 @@ class Fused(StandIn):
         check: bool = True,
     ) -> None:
         _check_model(model)
-        if type(max_shapes) is not int or not 1 <= max_shapes < 1 << 31:
-            expected = "a whole number >= 1 that fits 32 bits"
-            raise PolicyError(f"max_shapes={shown(max_shapes)}; expected {expected}")
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise PolicyError(f"dtype={shown(dtype)}; expected a floating-point torch.dtype")
-        if not (channels_last is None or type(channels_last) is bool):
-            raise PolicyError(f"channels_last={shown(channels_last)}; expected True, False or None")
-        flags = (("capture", capture), ("reuse_results", reuse_results), ("check", check))
-        for name, flag in flags:
-            if type(flag) is not bool:
-                raise PolicyError(f"{name}={shown(flag)}; expected True or False")
+        flags = {"capture": capture, "reuse_results": reuse_results, "check": check}
+        check_options(max_shapes, channels_last, **flags)
+        check_dtype(dtype)
         buckets = None if dynamic is None else Buckets(model, dynamic)
         super().__init__(model if dtype is None else copied(model).to(dtype))
         self._options = Options(policy, channels_last, dtype, capture)
@@ -458,12 +455,15 @@ def fuse(
     max_shapes: int = MAX_SHAPES,
     dynamic: Mapping[str | int, Mapping[Any, Any]] | None = None,
     check: bool = True,
+    **options: Unpack[PolicyOptions],
 ) -> Fused:
     """``model`` as a module that runs fused, for inference, compiled for ``example_inputs``.
 
     ``example_inputs`` is the tuple of arguments, or one tensor. Another shape is compiled when it
     is first met; ``max_shapes`` of them are kept ready, each, with ``capture``, as a CUDA graph.
 
+    - ``kwargs``: the example's arguments by name.
+    - ``policy``: how plans are chosen. Its fields may be given as keywords: ``tune="autotune"``.
     - ``channels_last``: lay images and the weights of convolutions out so; None where there are
       such. Results keep the layout that their op passes on.
     - ``dtype``: run a copy of the model in it; floating inputs are converted.
@@ -484,7 +484,7 @@ def fuse(
     args = tuple(items(example_inputs)) if several else (example_inputs,)
     fused = Fused(
         model,
-        policy=policy,
+        policy=policy_of(policy, options, "fuse", tuple(fuse.__kwdefaults__ or ())),
         channels_last=channels_last,
         dtype=dtype,
         capture=capture,
@@ -494,7 +494,6 @@ def fuse(
         check=check,
     )
     fused.eval()
-    if not isinstance(kwargs, (Mapping, NoneType)):
-        raise PolicyError(f"kwargs={shown(kwargs)}; expected a mapping of arguments by name")
+    check_kwargs(kwargs)
     fused._first(args, dict(kwargs or {}))
     return fused

@@ -33,7 +33,7 @@ from ..ir.key import Key, graph_key
 from ..ir.spec import GraphSpec, once
 from ..ops.table import OPS
 from ..partition.analysis import CutGraph
-from ..policy import Policy, check_options
+from ..policy import Policy, with_options
 from ..rewrite.passes import legalize
 from ..select import cost, workers
 from ..select.alternatives import by_measurement
@@ -116,10 +116,7 @@ def generates(policy: Policy | None) -> bool:
 def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: GraphSpec) -> Policy:
     """The policy with keyword options applied; what it leaves open is read from the settings, and
     from torch's TF32 switches for ``spec``."""
-    if not (policy is None or isinstance(policy, Policy)):
-        raise PolicyError(f"policy {is_a(policy)}; expected a cudnngraph.Policy or None")
-    check_options(options)
-    policy = replace(policy or Policy(), **options)
+    policy = with_options(policy, options)
     if policy.tune is None:
         policy = replace(policy, tune=settings.current().tune)
     if policy.verify is None:

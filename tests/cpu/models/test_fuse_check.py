@@ -190,6 +190,18 @@ def test_what_is_no_model_or_no_argument_is_refused() -> None:
         cg.fuse(model, ({1, 2},))
 
 
+def test_fields_of_a_policy_may_be_keywords_of_fuse() -> None:
+    model, x = nn.Linear(4, 4).eval(), image(2, 4)
+    fused = cg.fuse(model, x, policy=cg.Policy(deterministic=True), tune="autotune")
+    policy = fused.bound(x).executable.policy
+    assert policy.deterministic and policy.tune == "autotune"
+    with pytest.raises(cg.PolicyError, match="tune='fast' is unknown; expected 'heuristic'"):
+        cg.fuse(model, x, tune="fast")  # type: ignore[arg-type]
+    said = "option max_shape is unknown to fuse; options are kwargs, .*max_shapes, .* tune, allow"
+    with pytest.raises(cg.PolicyError, match=said):
+        cg.fuse(model, x, max_shape=2)  # type: ignore[call-arg]
+
+
 def test_no_shapes_at_all_are_refused() -> None:
     with pytest.raises(cg.PolicyError, match="max_shapes=0; expected a whole number >= 1"):
         cg.fuse(net(), image(2, 3, 32, 32), max_shapes=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,41 @@ def test_a_model_that_torch_compile_trains_by_this_backend_has_torchs_gradients(
         found.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])])
     for made, want in zip(*found, strict=True):
         torch.testing.assert_close(made, want, rtol=1e-10, atol=1e-12)
+
+
+def test_fields_of_a_policy_are_options_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    policies: list[cg.Policy] = []
+
+    def noted(spec: cg.GraphSpec, device: torch.device, **more: Any) -> cg.Executable:
+        policies.append(more["policy"])
+        return compiled_by(spec, device, **more)
+
+    compiled_by = dynamo.compile
+    monkeypatch.setattr(dynamo, "compile", noted)
+    model, x = nn.Linear(4, 4), image(2, 4)
+    policy = cg.Policy(deterministic=True)
+    fast = torch.compile(
+        model, backend="cudnngraph", options={"policy": policy, "tune": "autotune"}
+    )
+    torch.testing.assert_close(fast(x), model(x))
+    assert policies and {(p.deterministic, p.tune) for p in policies} == {(True, "autotune")}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_shapes": "8"}, "max_shapes='8'; expected a whole number >= 1"),
+        ({"max_shapes": 0}, "max_shapes=0; expected a whole number >= 1"),
+        ({"max_shapes": 2.5}, "max_shapes=2.5; expected a whole number >= 1"),
+        ({"channels_last": "no"}, "channels_last='no'; expected True, False or None"),
+        ({"policy": "autotune"}, "policy is a str; expected a cudnngraph.Policy or None"),
+        ({"tune": "fast"}, "tune='fast' is unknown; expected 'heuristic'"),
+        ({"shapes": 3}, "option shapes is unknown to this backend; options are channels_last, "),
+    ],
+)
+def test_an_option_of_the_backend_that_it_cannot_take_is_refused(
+    options: dict[str, Any], said: str
+) -> None:
+    made = torch.compile(nn.Linear(4, 4), backend="cudnngraph", options=options)
+    with pytest.raises(Exception, match=re.escape(said)):
+        made(image(2, 4))
