@@ -314,6 +314,22 @@ def test_every_command_is_named_and_every_named_command_exists() -> None:
     assert all(f"cudnngraph {choice}" in TEXT for choice in choices)
 
 
+def _options(parser: argparse.ArgumentParser) -> set[str]:
+    """The long options of a command and its actions that ``--help`` shows."""
+    found: set[str] = set()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= set().union(*map(_options, action.choices.values()))
+        elif action.help != argparse.SUPPRESS:
+            found |= {each for each in action.option_strings if each.startswith("--")}
+    return found - {"--help"}
+
+
+def test_every_option_of_a_command_is_described() -> None:
+    told = set(re.findall(r"(--[a-z][a-z0-9-]*)", section("Commands") + section("The plan cache")))
+    assert sorted(_options(cli.build_parser()) - told) == []
+
+
 def test_every_call_that_is_shown_is_one_that_the_commands_take() -> None:
     shown = re.findall(r"^    cudnngraph (.+)$", TEXT, flags=re.MULTILINE)
     assert len(shown) > 10
