@@ -2,24 +2,26 @@
 
 README.md has its first numbers, docs/selection.md and docs/models.md what was measured, from the
 JSON files in docs/results; docs/tuning.md has the thresholds. docs/environment.md has the
-variables, docs/support.md what the
-sample graphs run as (from docs/coverage.json), docs/ops.md the ops, docs/versions.md the releases
-that the tests ran with. Each table is between a pair of markers. A test holds that they say what
-the code and the files say.
+variables, docs/support.md what the sample graphs run as (from docs/coverage.json), docs/ops.md
+the ops, docs/functions.md the fused functions, docs/versions.md the releases that the tests ran
+with. Each table is between a pair of markers. A test holds that they say what the code and the
+files say.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
+import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cudnngraph import Graph, settings
+from cudnngraph import Graph, functional, settings
 from cudnngraph.backend import tested
 from cudnngraph.bench.zoo import results
 from cudnngraph.device.rules import DeviceRules
@@ -254,6 +256,16 @@ def left() -> str:
     return left_table()
 
 
+def functions_table() -> str:
+    """Table of the fused functions, with the first line of each docstring."""
+    rows = ["| Function | Computes |", "|---|---|"]
+    for name in functional.__all__:
+        said = (inspect.getdoc(getattr(functional, name)) or "").splitlines()[0]
+        said = re.sub(r":func:`([^`]+)`", r"`\1`", said.replace("``", "`"))
+        rows.append(f"| `{name}` | {said} |")
+    return "\n".join(rows) + "\n"
+
+
 TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("docs/environment.md", "environment variables"): settings.markdown_table,
     ("README.md", "headline"): headline,
@@ -263,6 +275,7 @@ TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("docs/support.md", "coverage"): coverage,
     ("docs/support.md", "left to torch"): left,
     ("docs/ops.md", "ops"): ops_table,
+    ("docs/functions.md", "functions"): functions_table,
     ("docs/versions.md", "versions"): tested.markdown_table,
 }
 

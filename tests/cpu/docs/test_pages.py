@@ -148,6 +148,20 @@ def test_the_table_of_errors_names_errors_of_the_package() -> None:
         assert issubclass(getattr(cg, name), CudnnGraphError)
 
 
+@pytest.mark.parametrize("module", [cg, cg.nn, cg.functional], ids=lambda module: module.__name__)
+def test_every_public_name_is_on_a_page(module: ModuleType) -> None:
+    assert [name for name in module.__all__ if not re.search(rf"\b{name}\b", TEXT)] == []
+
+
+def test_every_error_and_every_counter_is_explained() -> None:
+    named = {name for row in rows(section("Errors")) for name in re.findall(r"`(\w+)`", row[0])}
+    errors = {name for name in cg.__all__ if name.endswith("Error")}
+    assert errors - {"CudnnGraphError"} <= named
+    _, _, table = section("The plan cache").partition("gives a `CacheStats`:\n")
+    counters = {name for row in rows(table) for name in re.findall(r"`(\w+)`", row[0])}
+    assert counters == {field.name for field in dataclasses.fields(cg.CacheStats)}
+
+
 # -- examples and messages -------------------------------------------------------------------------
 
 
