@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import re
 import shlex
@@ -17,6 +18,8 @@ import torch
 import cudnngraph as cg
 from cudnngraph import cli, settings
 from cudnngraph.errors import CudnnGraphError
+from cudnngraph.models import dynamo
+from cudnngraph.models.bound import MAX_SHAPES
 from cudnngraph.policy import SEARCH_FIELDS
 from tests import python
 from tests.scripts import loaded
@@ -162,6 +165,18 @@ def test_every_error_and_every_counter_is_explained() -> None:
     assert counters == {field.name for field in dataclasses.fields(cg.CacheStats)}
 
 
+def test_the_tables_of_whole_models_have_every_argument_and_option() -> None:
+    takes, options = section("Whole models").split("\n## Under torch.compile\n")
+    named = [name for row in rows(takes) for name in re.findall(r"`(\w+)`", row[0])]
+    keywords = inspect.signature(cg.fuse).parameters
+    assert named == [name for name in keywords if name != "options"]
+    defaults = {re.findall(r"`(\w+)`", row[0])[0]: row[1].strip("`") for row in rows(takes)[1:]}
+    assert defaults == {name: repr(keywords[name].default) for name in defaults}
+    named = [re.findall(r"`(\w+)`", row[0])[0] for row in rows(options)]
+    assert named == list(dynamo._OPTIONS)
+    assert rows(options)[2][1] == f"`{MAX_SHAPES}`"
+
+
 # -- examples and messages -------------------------------------------------------------------------
 
 
@@ -249,7 +264,7 @@ def test_the_readmes_other_lines_run_and_print_what_it_shows(
 
 GUIDES = (
     *("Serving", "Language models", "8-bit data", "Several GPUs", "Profiling"),
-    "Troubleshooting",
+    *("Troubleshooting", "Training", "Whole models"),
 )
 
 
