@@ -124,7 +124,7 @@ class PlanNotCached(CudnnGraphError, LookupError):
 
 
 class FeatureMissing(CudnnGraphError, NotImplementedError):
-    """A request that has no implementation: a second derivative, dropout in attention."""
+    """A request that has no implementation, such as a second derivative."""
 
 
 class CannotImport(CudnnGraphError, RuntimeError):

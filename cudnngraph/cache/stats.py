@@ -48,9 +48,10 @@ class CacheStats:
     """Counters of the cache in this process.
 
     ``lookups`` counts what served compiled graphs: "memory" (a program), "disk" and "seed" (the
-    store), "built", "reference". ``misses`` counts the reasons why the store did not serve. Times
-    are in milliseconds. ``workspace_bytes`` is what the pool holds now. ``store`` has the store's
-    own counters.
+    store), "built", "reference". ``misses`` counts the reasons why the store did not serve.
+    ``build_ms`` and ``load_ms`` are milliseconds spent on building plans and on loading them.
+    ``programs`` are the compiled graphs in memory. ``workspace_bytes`` is what the pool holds now,
+    ``workspace_high_water_bytes`` the most that it held. ``store`` has the store's own counters.
     """
 
     lookups: dict[str, int]

@@ -265,6 +265,9 @@ def by_torch(
             program = torch.export.export(model, tuple(args), dict(kwargs or {}), strict=False)
             program = program.run_decompositions({})
     except Exception as error:
+        unlike = _unlike(model, args, kwargs)
+        if unlike:
+            raise CannotImport(f"{name}.forward does not take these arguments: {unlike}") from error
         if asked or "data-dependent" in str(error):  # torch says where numbers are used
             raise CannotImport(f"{name} {asks(asked[-1] if asked else str(error))}") from error
         if changes.shapes:
@@ -300,6 +303,19 @@ def by_torch(
         program.graph_module, constants, tuple(placeholders), program.call_spec.out_spec
     )
     return made, changes.state
+
+
+def _unlike(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:
+    """Why ``forward`` cannot be called so, by its parameters; "" if it can, or they are unknown."""
+    try:
+        parameters = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        parameters.bind(*args, **(kwargs or {}))
+    except TypeError as error:
+        return f"{error}; expected {parameters}"
+    return ""
 
 
 def check_not_scripted(model: nn.Module, cause: Exception | None = None) -> None:

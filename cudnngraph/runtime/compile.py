@@ -414,12 +414,17 @@ def warm_up(
 ) -> CacheStats:
     """Compile every graph ahead of its first use, so that no request has to wait for it.
 
-    ``progress`` shows a bar; None shows it on a terminal. Returns the counters afterwards.
+    ``graphs`` are several :class:`~cudnngraph.Graph` or :class:`~cudnngraph.GraphSpec`, compiled
+    for ``device`` as by ``Graph.compile``, with its ``policy`` and fields of one as keywords.
+    ``progress`` shows a bar; None shows it on a terminal. Returns the counters afterwards. Raises
+    :class:`GraphError` for what is no graph or has mistakes, and what ``compile`` raises.
     """
     try:
         given = items(graphs)
     except NotPlain as reason:
-        raise GraphError("warm_up", [Problem("graphs", str(reason), "several graphs")]) from None
+        raise GraphError(
+            "warm_up", [Problem("graphs", str(reason), "several graphs, as in [graph]")]
+        ) from None
     wrong = [
         Problem(f"graph {at}", is_a(graph), "a Graph or a GraphSpec")
         for at, graph in enumerate(given)

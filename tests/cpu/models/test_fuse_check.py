@@ -190,6 +190,17 @@ def test_what_is_no_model_or_no_argument_is_refused() -> None:
         cg.fuse(model, ({1, 2},))
 
 
+def test_arguments_that_forward_does_not_take_are_told_by_its_parameters() -> None:
+    fused = cg.fuse(nn.Linear(4, 4).eval(), image(2, 4))
+    said = "Linear.forward does not take these arguments: "
+    with pytest.raises(cg.CannotImport, match=f"{said}missing a required argument: 'input'; exp"):
+        fused()
+    with pytest.raises(cg.CannotImport, match=rf"{said}too many .*; expected \(input: "):
+        fused(image(2, 4), image(2, 4))
+    with pytest.raises(cg.CannotImport, match=rf"{said}got an unexpected .* 'x'; expected \(inp"):
+        fused(image(2, 4), x=1)
+
+
 def test_fields_of_a_policy_may_be_keywords_of_fuse() -> None:
     model, x = nn.Linear(4, 4).eval(), image(2, 4)
     fused = cg.fuse(model, x, policy=cg.Policy(deterministic=True), tune="autotune")
