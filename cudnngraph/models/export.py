@@ -116,7 +116,8 @@ def _exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] |
     finally:
         held.restore()
     if changed:
-        check_kept(model, args, kwargs or {}, list(dict.fromkeys(changed)))
+        with _exporting():  # fused models within run as those that they are of
+            check_kept(model, args, kwargs or {}, list(dict.fromkeys(changed)))
     return made
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import cudnngraph as cg
+from tests import numerics
 from tests.models import image
 
 
@@ -275,3 +276,16 @@ def test_parts_by_index_are_the_models_own() -> None:
     assert [*fused] == [*model]
     with pytest.raises(TypeError, match="'Linear' object is not subscriptable"):
         cg.fuse(model[0], image(2, 3))[0]
+
+
+def test_a_model_with_a_fused_one_within_that_keeps_something_is_fused() -> None:
+    class Keeps(nn.Module):
+        size: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.size = tuple(x.shape)
+            return x.sin()
+
+    inner, x = cg.fuse(Keeps().eval(), image(2, 4)), image(3, 4)
+    fused = cg.fuse(nn.Sequential(inner, nn.Tanh()).eval(), x)
+    numerics.check(fused(x), x.double().sin().tanh(), torch.float32)
