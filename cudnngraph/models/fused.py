@@ -36,6 +36,7 @@ from ..policy import Policy
 from .bound import MAX_SHAPES, Bound
 from .buckets import Buckets, cuts_of
 from .calls import Call, flat, in_order, parameters
+from .changes import Parts, say
 from .check import Ahead, Errors, Wanted, copied
 from .export import asks, is_recording
 from .form import Form, Options, difference, make
@@ -43,7 +44,7 @@ from .garbage import old_left_alone
 from .numbers import Numbers, warn_of
 from .options import check_dtype, check_kwargs, check_options, policy_of
 from .report import Report
-from .stand_in import Parts, StandIn, check_mode, first_floating_dtype
+from .stand_in import StandIn, check_mode, first_floating_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from ..policy import PolicyOptions
 
 _log = logging.getLogger(__name__)
-MANY_CHANGES = 8  # of a model, at which the log says what they cost
 #: What says that a number cannot be an input of the graph.
 _REFUSED = (CannotImport, WrongResult, GraphError, NotSupported)
 
@@ -62,8 +62,8 @@ class Fused(StandIn):
     It stands for the model, which is ``unfused``: attributes and methods that this class has not
     are the model's, and methods of the model run it as it is. ``report`` is that of the example's
     form; ``bound(*args)`` gives the graph that calls like this run, for the weights as they are.
-    Weights that were written or replaced are noticed at the next call, which compiles anew;
-    :meth:`refresh` has it do so after changes that nothing counts.
+    Weights, hooks and settings that have changed are noticed at the next call, which compiles anew;
+    :meth:`refresh` has it do so after other changes.
     """
 
     report: Report | None = None
@@ -151,12 +151,7 @@ class Fused(StandIn):
         if not changed:
             return False
         self._changes += 1
-        level = logging.WARNING if self._changes == MANY_CHANGES else logging.INFO
-        text = (
-            "%s: %s, so its graphs are compiled anew (change %d; for a model that changes often, "
-        )
-        text += "torch.compile(model, backend='cudnngraph'))"
-        _log.log(level, text, self._name, changed, self._changes)
+        say(self._name, changed, self._changes)
         self._forget()
         return True
 
@@ -273,6 +268,7 @@ class Fused(StandIn):
                 del self._forms[old]  # no call runs it any more
         self._forms[key] = form
         self._parts = self._parts or Parts(self.unfused)
+        self._parts.settled()
         while len(self._forms) > self._max_shapes:
             _, last = self._forms.popitem(last=False)
             self._dropped += 1

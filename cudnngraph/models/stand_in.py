@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -192,34 +190,6 @@ class StandIn(nn.Module):
         """Load as a part of another module, which calls this."""
         self.unfused._load_from_state_dict(*args, **kwargs)
         self.refresh()
-
-
-class Parts:
-    """The parameters, buffers and modules within a module, to tell whether others stand in their
-    places: a part that was replaced, or what :func:`torch.func.functional_call` puts there for a
-    call; and whether tensors were written, as far as torch counts that: not in those of inference
-    mode, and not through ``.data``."""
-
-    def __init__(self, module: nn.Module) -> None:
-        kinds = ((each._parameters, each._buffers, each._modules) for each in module.modules())
-        self._places = [held.values() for three in kinds for held in three if held]
-        self._then = self._now()
-        tensors = {id(each): each for each in self._then if isinstance(each, torch.Tensor)}
-        self._counted = [each for each in tensors.values() if not each.is_inference()]
-        self._writes = self._counts()
-
-    def _now(self) -> list[Any]:
-        return [*chain.from_iterable(self._places)]
-
-    def _counts(self) -> list[int]:
-        return [each._version for each in self._counted]
-
-    def changed(self) -> str:
-        """What has changed since; "" if nothing has."""
-        now = self._now()
-        if len(now) != len(self._then) or not all(map(operator.is_, now, self._then)):
-            return "parts were replaced"
-        return "" if self._counts() == self._writes else "weights were written"
 
 
 def check_mode(model: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph.models.fused import MANY_CHANGES
+from cudnngraph.models.changes import MANY_CHANGES
 from tests.fused import net
 from tests.models import image
 
