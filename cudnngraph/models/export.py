@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -171,7 +172,19 @@ def is_recording() -> bool:
     """Whether what runs is recorded, here or by torch.export or torch.jit.trace: a fused model
     then runs as the model that it is of."""
     jit: Any = torch.jit
+    if torch.compiler.is_dynamo_compiling() and _is_one_graph():
+        return True
     return is_exporting() or torch.compiler.is_exporting() or bool(jit.is_tracing())
+
+
+def _is_one_graph() -> bool:
+    """Whether torch.compile makes one graph of what it traces (``fullgraph=True``)."""
+    convert: Any = import_module("torch._dynamo.symbolic_convert")
+    return bool(convert.InstructionTranslator.current_tx().one_graph)
+
+
+# As torch.compiler.assume_constant_result says, which imports torch's compiler.
+vars(_is_one_graph)["_dynamo_marked_constant"] = True
 
 
 def is_exporting() -> bool:

@@ -44,7 +44,7 @@ from .garbage import old_left_alone
 from .numbers import Numbers, warn_of
 from .options import check_dtype, check_kwargs, check_options, policy_of
 from .report import Report
-from .stand_in import StandIn, check_mode, first_floating_dtype
+from .stand_in import StandIn, called_apart, check_mode, first_floating_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -124,6 +124,8 @@ class Fused(StandIn):
         """As the model's own; results have no gradient."""
         if is_recording():  # as a part of another model
             return self.unfused(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return called_apart(self, args, kwargs)
         call = self._call(args, kwargs)
         with self._running():
             return self._ran(call, reuse=self._reuse)[1]

@@ -192,6 +192,18 @@ class StandIn(nn.Module):
         self.refresh()
 
 
+_torch: Any = torch
+
+
+def _called_apart(of: StandIn, args: Any, kwargs: Any) -> Any:
+    """A call between the graphs of torch.compile."""
+    return of._called(*args, **kwargs)
+
+
+#: As torch.compiler.disable makes it, which imports torch's compiler at once.
+called_apart: Any = _torch._disable_dynamo(_called_apart)
+
+
 def check_mode(model: Any) -> None:
     """Raise :class:`PolicyError` for what is no module in evaluation mode."""
     if not isinstance(model, nn.Module):

@@ -119,6 +119,23 @@ def test_what_records_a_model_records_the_one_that_is_fused(by: str) -> None:
     assert not recorded(x).any(), "it reads the parameters"
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "cudnngraph"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_torch_compile_takes_a_fused_model_within(backend: str, whole: bool) -> None:
+    """The model itself, if one graph of all is asked for; else the fused one is called between."""
+    torch.compiler.reset()
+    model, x = net(), torch.randn(3, 4)
+    fused = cg.fuse(model, x)
+    outer = nn.Sequential(nn.Tanh(), fused, nn.Tanh()).eval()
+    run = torch.compile(outer, backend=backend, fullgraph=whole)
+    for rows in (3, 5, 2):  # others are compiled when they come
+        x = torch.randn(rows, 4)
+        with torch.no_grad():
+            exact = copy.deepcopy(model).double()(x.double().tanh()).tanh()
+            numerics.check(run(x), exact, torch.float32, model(x.tanh()).tanh(), terms=16)
+    assert len(fused) == (1 if whole else 3)
+
+
 def test_a_nested_tensor_is_refused_in_words() -> None:
     fused = cg.fuse(net(), torch.randn(3, 4))
     nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(1, 4)])
