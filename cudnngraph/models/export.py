@@ -169,8 +169,8 @@ def _exporting() -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    """Whether what runs is recorded, here or by torch.export or torch.jit.trace: a fused model
-    then runs as the model that it is of."""
+    """Whether what runs is recorded, here, by torch.export or torch.jit.trace, or as one graph by
+    torch.compile: a fused model then runs as the model that it is of."""
     jit: Any = torch.jit
     if torch.compiler.is_dynamo_compiling() and _is_one_graph():
         return True

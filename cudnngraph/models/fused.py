@@ -44,7 +44,7 @@ from .garbage import old_left_alone
 from .numbers import Numbers, warn_of
 from .options import check_dtype, check_kwargs, check_options, policy_of
 from .report import Report
-from .stand_in import StandIn, called_apart, check_mode, first_floating_dtype
+from .stand_in import StandIn, called_apart, check_mode, first_floating_dtype, warn_of_gradients
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -127,6 +127,7 @@ class Fused(StandIn):
         if torch.compiler.is_dynamo_compiling():
             return called_apart(self, args, kwargs)
         call = self._call(args, kwargs)
+        warn_of_gradients(self._name, call.leaves)
         with self._running():
             return self._ran(call, reuse=self._reuse)[1]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from ..arguments import shown
 from ..errors import PolicyError
 
+_log = logging.getLogger(__name__)
 #: What both modules share: the same objects, so that a change of one is a change of the other.
 _SHARED = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
@@ -204,8 +207,28 @@ def _called_apart(of: StandIn, args: Any, kwargs: Any) -> Any:
 called_apart: Any = _torch._disable_dynamo(_called_apart)
 
 
+def warn_of_gradients(name: str, leaves: Iterable[Any]) -> None:
+    """Log once for a model that gradients end in it, if an argument asks for some."""
+    if torch.is_grad_enabled() and any(getattr(leaf, "requires_grad", False) for leaf in leaves):
+        _warn_of_gradients(name)
+
+
+@cache
+def _warn_of_gradients(name: str) -> None:
+    _log.warning(
+        "%s: an argument requires a gradient, and results of a fused model have none; for "
+        "gradients call the model itself (unfused), or torch.compile(model, backend='cudnngraph')",
+        name,
+    )
+
+
 def check_mode(model: Any) -> None:
     """Raise :class:`PolicyError` for what is no module in evaluation mode."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise PolicyError(
+            "the model is a DistributedDataParallel, which is for training; expected the model "
+            "within: fuse(model.module, ...)"
+        )
     if not isinstance(model, nn.Module):
         what = f"the model is a {type(model).__name__}; expected a torch.nn.Module"
         if isinstance(model, torch.export.ExportedProgram):

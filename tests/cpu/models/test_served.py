@@ -7,6 +7,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +135,34 @@ def test_torch_compile_takes_a_fused_model_within(backend: str, whole: bool) -> 
             exact = copy.deepcopy(model).double()(x.double().tanh()).tanh()
             numerics.check(run(x), exact, torch.float32, model(x.tanh()).tanh(), terms=16)
     assert len(fused) == (1 if whole else 3)
+
+
+def test_the_log_says_once_that_gradients_end(caplog: pytest.LogCaptureFixture) -> None:
+    class Ends(nn.Linear):
+        pass
+
+    x = torch.randn(3, 4)
+    fused = cg.fuse(Ends(4, 2).eval(), x)
+    with torch.no_grad():
+        fused(x.clone().requires_grad_())
+    fused(x)
+    assert not caplog.messages
+    for _ in range(2):
+        assert not fused(x.clone().requires_grad_()).requires_grad
+    (text,) = caplog.messages
+    assert text.startswith("Ends: an argument requires a gradient, and results of a fused model")
+
+
+def test_a_model_in_ddp_is_fused_without_it(tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1
+    )
+    try:
+        model = nn.parallel.DistributedDataParallel(net()).eval()
+        with pytest.raises(cg.PolicyError, match=r"the model within: fuse\(model\.module, "):
+            cg.fuse(model, torch.randn(3, 4))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_nested_tensor_is_refused_in_words() -> None:
