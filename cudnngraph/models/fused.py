@@ -62,7 +62,7 @@ class Fused(StandIn):
     It stands for the model, which is ``unfused``: attributes and methods that this class has not
     are the model's, and methods of the model run it as it is. ``report`` is that of the example's
     form; ``bound(*args)`` gives the graph that calls like this run, for the weights as they are.
-    Weights, hooks and settings that have changed are noticed at the next call, which compiles anew;
+    Weights and hooks that have changed are noticed at the next call, which compiles anew;
     :meth:`refresh` has it do so after other changes.
     """
 
@@ -271,7 +271,6 @@ class Fused(StandIn):
                 del self._forms[old]  # no call runs it any more
         self._forms[key] = form
         self._parts = self._parts or Parts(self.unfused)
-        self._parts.settled()
         while len(self._forms) > self._max_shapes:
             _, last = self._forms.popitem(last=False)
             self._dropped += 1

@@ -25,11 +25,11 @@ from torch.utils import _pytree as pytree
 from ..errors import CannotImport
 from ..select.tolerance import distance
 
-PLAIN = (
+_PLAIN = (
     *(int, float, complex, str, bytes, bool, type(None), range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-_KINDS = frozenset(PLAIN)
+_KINDS = frozenset(_PLAIN)
 #: Most of what a module holds: hooks, by kind.
 _CAN_BE_EMPTY = frozenset({dict, list, set, collections.OrderedDict, collections.deque})
 _MISSING = object()
@@ -56,7 +56,7 @@ class Held:
 
     def _look(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Note a value; what it holds is to be looked at next."""
-        if id(value) in self._seen or isinstance(value, PLAIN):
+        if id(value) in self._seen or isinstance(value, _PLAIN):
             return
         self._seen.add(id(value))
         self._alive.append(value)
@@ -129,7 +129,7 @@ class Held:
 
     def _alike(self, now: Any, then: Any) -> bool:
         """Whether a value made anew is what was there."""
-        if same(now, then):
+        if _same(now, then):
             return True
         if type(now) is not type(then):
             return False
@@ -327,19 +327,18 @@ def _reassign(owner: Any, now: Mapping[str, Any], then: Mapping[str, Any]) -> No
             setattr(owner, name, each)
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether a value is as good as another: itself, or equal plain values of one type."""
+def _same(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if type(a) is not type(b):
         return False
     if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return isinstance(a, PLAIN) and bool(a == b or (a != a and b != b))
+        return len(a) == len(b) and all(map(_same, a, b))
+    return isinstance(a, _PLAIN) and bool(a == b or (a != a and b != b))
 
 
 def _same_items(now: Mapping[Any, Any], then: Mapping[Any, Any]) -> bool:
-    return list(now) == list(then) and all(same(now[key], then[key]) for key in then)
+    return list(now) == list(then) and all(_same(now[key], then[key]) for key in then)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
