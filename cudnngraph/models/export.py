@@ -180,7 +180,10 @@ def is_recording() -> bool:
 def _is_one_graph() -> bool:
     """Whether torch.compile makes one graph of what it traces (``fullgraph=True``)."""
     convert: Any = import_module("torch._dynamo.symbolic_convert")
-    return bool(convert.InstructionTranslator.current_tx().one_graph)
+    try:
+        return bool(convert.InstructionTranslator.current_tx().one_graph)
+    except AttributeError:  # no name of it is public
+        return False
 
 
 # As torch.compiler.assume_constant_result says, which imports torch's compiler.
