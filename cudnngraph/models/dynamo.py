@@ -76,11 +76,11 @@ def backend(
     anew for each call. What cannot be imported runs as torch's own graph, and the log and
     :func:`cudnngraph.reports` say why. ``options``: ``channels_last`` (bool), ``policy``
     or fields of one (``tune``), ``max_shapes``, ``check`` (bool; by default as ``CUDNNGRAPH_CHECK``
-    says), and
-    ``activation_memory_budget`` (0 to 1; by default torch's setting of that name, 1): the part of
-    the bytes, of those that a forward would keep for its backward, that it may keep; the backward
-    computes the rest again. ``mode="reduce-overhead"`` has forward and backward run as CUDA graphs
-    (:mod:`~cudnngraph.models.replay`); :func:`cudnngraph.capture_step` takes the optimizer too.
+    says), and ``activation_memory_budget`` (0 to 1; by default torch's setting of that name, 1):
+    the part of the bytes, of those that a forward would keep for its backward, that it may keep;
+    the backward computes the rest again. ``mode="reduce-overhead"`` has forward and backward run
+    as CUDA graphs (:mod:`~cudnngraph.models.replay`); :func:`cudnngraph.capture_step` takes the
+    optimizer too.
 
     With ``check`` the first call of each graph, for each set of shapes and of bound weights, is
     compared with torch's run of the same graph in float64: results, new values of buffers, what the

@@ -364,8 +364,10 @@ def _of_reduced(a: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def _over(x: torch.Tensor, dims: Sequence[int] | None, keepdim: Any) -> torch.Tensor | None:
-    """What a reduction over dims, all if there are none, makes of a tensor."""
-    dims = dims or range(x.dim())
+    """What a reduction over dims, all for None, makes of a tensor. Of no dims ops differ."""
+    if dims is not None and not dims:
+        return None
+    dims = range(x.dim()) if dims is None else dims
     over = {dim % x.dim() for dim in dims if -x.dim() <= dim < x.dim()}
     if len(over) != len(dims):
         return None

@@ -112,6 +112,13 @@ def test_copies_to_a_layout_are_left_to_torch() -> None:
         assert made.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("op", [_aten.any.dims, _aten.all.dims, _aten.mean.dim, _aten.std.dim])
+def test_reductions_over_no_dims_are_torchs(op: Any) -> None:
+    """All dims for some ops, none for others."""
+    x = torch.ones(2, 3) if op in (_aten.mean.dim, _aten.std.dim) else torch.ones(2, 3) > 0
+    assert form(meta.infer(op, on_meta(x), [])) == form(op(x, []))
+
+
 def others(draw: random.Random) -> Iterator[tuple[Any, list[Any]]]:
     """Calls of ops that are no pointwise ones."""
     rank = draw.randrange(1, 5)
